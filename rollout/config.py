@@ -12,6 +12,7 @@ import os
 import shutil
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -172,10 +173,8 @@ def _assign(data: dict[str, Any], key: str, value: Any) -> None:
         if not isinstance(data, dict):
             raise ConfigError(f"{key!r}: {parent!r} is a value, not a section")
     if isinstance(value, str):
-        try:
+        with suppress(tomllib.TOMLDecodeError):  # a bare string stays one
             value = tomllib.loads(f"v = {value}")["v"]
-        except tomllib.TOMLDecodeError:
-            pass  # a bare string
     data[last] = value
 
 

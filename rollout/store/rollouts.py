@@ -17,9 +17,14 @@ from sqlalchemy.engine import Connection
 
 from rollout.store.database import Database
 from rollout.store.tables import keys, rollouts
-from rollout.types import TERMINAL, TRANSITIONS, Purpose, Rollout, RolloutState
+from rollout.types import TERMINAL, TRANSITIONS, Failure, Purpose, Rollout, RolloutState
 
 _TERMINAL = [state.value for state in TERMINAL]
+_NOTED = (rollouts.c.end_reason, rollouts.c.weight_version, rollouts.c.calls, rollouts.c.tokens)
+_WHOLE = sa.select(rollouts.c.body, *_NOTED)
+"""What the proxy notes while a rollout runs has columns of its own, so that `advance` never overwrites it."""
+ATTEMPTS = 3
+"""A rollout that infrastructure broke is tried this often in all."""
 
 
 def retry_id(root: str, attempt: int) -> str:
@@ -63,7 +68,7 @@ class RolloutStore:
         return self._db.write(change)
 
     def cancel(self, *, ids: Sequence[str] = (), run: str = "") -> int:
-        """Marks live rollouts (and live retries of them) for cancellation; QUEUED ones end at once by the orchestrator."""
+        """Marks live rollouts (and live retries of them); the orchestrator ends them."""
         live = rollouts.c.state.not_in(_TERMINAL)
         which = rollouts.c.run == run if run else rollouts.c.id.in_(ids) | rollouts.c.retry_of.in_(ids)
         return self._db.write(lambda c: c.execute(sa.update(rollouts).where(which, live).values(cancel=True)).rowcount)
@@ -75,14 +80,12 @@ class RolloutStore:
 
         def change(c: Connection) -> list[Rollout]:
             query = (
-                sa.select(rollouts.c.body)
-                .where(rollouts.c.state == RolloutState.QUEUED.value, rollouts.c.cancel.is_(False))
+                _WHOLE.where(rollouts.c.state == RolloutState.QUEUED.value, rollouts.c.cancel.is_(False))
                 .order_by(rollouts.c.created, rollouts.c.group_id, rollouts.c.start_index)
                 .limit(limit)
             )
             out = []
-            for body in c.execute(query).scalars().all():
-                old = Rollout.model_validate_json(body)
+            for old in _read(c, query):
                 new = old.model_copy(update={"state": RolloutState.STARTING, "started": time.time()})
                 if _swap(c, old.state, new, owner=owner, lease_until=time.time() + lease_s):
                     out.append(new)
@@ -105,19 +108,59 @@ class RolloutStore:
             raise ValueError(f"{rollout.id}: {rollout.state} -> {new.state} is no transition")
         return new if self._db.write(lambda c: _swap(c, rollout.state, new)) else None
 
+    def finish(
+        self, rollout: Rollout, state: RolloutState, failure: Failure | None, *, retry: bool = False
+    ) -> Rollout | None:
+        """Ends `rollout` from whatever live state it is in; with `retry` its next attempt is enqueued in the same
+        transaction, unless it has had `ATTEMPTS`. None if it had ended already.
+        """
+
+        def change(c: Connection) -> Rollout | None:
+            found = _read(c, _WHOLE.where(rollouts.c.id == rollout.id))
+            if not found or found[0].state.terminal:
+                return None
+            old = found[0]
+            new = old.model_copy(update={"state": state, "failure": failure, "ended": time.time()})
+            _swap(c, old.state, new)
+            if retry and old.attempt + 1 < ATTEMPTS:
+                c.execute(sa.insert(rollouts), {**_row(_next_attempt(old)), "cancel": False})
+            return new
+
+        return self._db.write(change)
+
+    # -- what the proxy notes while it runs
+
+    def note_end(self, rollout_id: str, reason: str) -> None:
+        """Why the policy's session ended; the first reason stays."""
+        where = (rollouts.c.id == rollout_id) & (rollouts.c.end_reason == "")
+        self._db.submit(lambda c: c.execute(sa.update(rollouts).where(where).values(end_reason=reason))).result()
+
+    def note_call(self, rollout_id: str, tokens: int, weight_version: int | None) -> None:
+        """Counts one recorded call; the version of the first one stays. Queued, not waited for."""
+        values = {
+            "calls": rollouts.c.calls + 1,
+            "tokens": rollouts.c.tokens + tokens,
+            "weight_version": sa.func.coalesce(rollouts.c.weight_version, weight_version),
+        }
+        self._db.submit(lambda c: c.execute(sa.update(rollouts).where(rollouts.c.id == rollout_id).values(values)))
+
     def orphans(self) -> list[Rollout]:
         """Live rollouts whose owner's lease has run out."""
-        query = sa.select(rollouts.c.body).where(
+        query = _WHOLE.where(
             rollouts.c.state.not_in([*_TERMINAL, RolloutState.QUEUED.value]), rollouts.c.lease_until < time.time()
         )
         return self._bodies(query)
 
-    def owned(self, owner_prefix: str) -> list[Rollout]:
-        """Live rollouts whose owner starts with `owner_prefix` (a host's earlier serve processes)."""
-        query = sa.select(rollouts.c.body).where(
-            rollouts.c.state.not_in([*_TERMINAL, RolloutState.QUEUED.value]), rollouts.c.owner.startswith(owner_prefix)
-        )
-        return self._bodies(query)
+    def owned(self, owner_prefix: str) -> dict[str, list[Rollout]]:
+        """Live rollouts by owner, of the owners whose name starts so (a host's earlier serve processes)."""
+        live = rollouts.c.state.not_in([*_TERMINAL, RolloutState.QUEUED.value])
+        mine = rollouts.c.owner.startswith(owner_prefix, autoescape=True)
+
+        def query(c: Connection) -> dict[str, list[Rollout]]:
+            owners = c.execute(sa.select(rollouts.c.owner).where(live, mine).distinct()).scalars().all()
+            return {owner: _read(c, _WHOLE.where(live, rollouts.c.owner == owner)) for owner in owners}
+
+        return self._db.read(query)
 
     def to_cancel(self) -> list[str]:
         query = sa.select(rollouts.c.id).where(rollouts.c.cancel.is_(True), rollouts.c.state.not_in(_TERMINAL))
@@ -126,7 +169,7 @@ class RolloutStore:
     # -- looking at them
 
     def get(self, rollout_id: str) -> Rollout | None:
-        found = self._bodies(sa.select(rollouts.c.body).where(rollouts.c.id == rollout_id))
+        found = self._bodies(_WHOLE.where(rollouts.c.id == rollout_id))
         return found[0] if found else None
 
     def latest(self, ids: Iterable[str]) -> dict[str, Rollout]:
@@ -135,7 +178,7 @@ class RolloutStore:
         out: dict[str, Rollout] = {}
         for at in range(0, len(wanted), 400):
             part = wanted[at : at + 400]
-            query = sa.select(rollouts.c.body).where(rollouts.c.id.in_(part) | rollouts.c.retry_of.in_(part))
+            query = _WHOLE.where(rollouts.c.id.in_(part) | rollouts.c.retry_of.in_(part))
             for rollout in self._bodies(query):
                 root = rollout.retry_of or rollout.id
                 if root not in out or rollout.attempt > out[root].attempt:
@@ -176,7 +219,7 @@ class RolloutStore:
         if state:
             where.append(rollouts.c.state == state.value)
         order = (rollouts.c.created, rollouts.c.group_id, rollouts.c.start_index, rollouts.c.id)
-        return self._bodies(sa.select(rollouts.c.body).where(*where).order_by(*order).limit(limit))
+        return self._bodies(_WHOLE.where(*where).order_by(*order).limit(limit))
 
     def counts(self, run: str = "") -> dict[RolloutState, int]:
         query = sa.select(rollouts.c.state, sa.func.count()).group_by(rollouts.c.state)
@@ -205,7 +248,26 @@ class RolloutStore:
         self._db.write(lambda c: c.execute(sa.update(keys).where(keys.c.rollout_id == rollout_id).values(revoked=True)))
 
     def _bodies(self, query: sa.Select[Any]) -> list[Rollout]:
-        return [Rollout.model_validate_json(b) for b in self._db.read(lambda c: list(c.execute(query).scalars()))]
+        return self._db.read(lambda c: _read(c, query))
+
+
+def _next_attempt(old: Rollout) -> Rollout:
+    root = old.retry_of or old.id
+    fresh = {"state": RolloutState.QUEUED, "started": None, "ended": None, "failure": None, "created": time.time()}
+    noted = {"end_reason": "", "weight_version": None, "calls": 0, "tokens": 0}
+    attempt = old.attempt + 1
+    return old.model_copy(
+        update={**fresh, **noted, "id": retry_id(root, attempt), "retry_of": root, "attempt": attempt}
+    )
+
+
+def _read(c: Connection, query: sa.Select[Any]) -> list[Rollout]:
+    return [
+        Rollout.model_validate_json(body).model_copy(
+            update={"end_reason": reason, "weight_version": version, "calls": calls, "tokens": tokens}
+        )
+        for body, reason, version, calls, tokens in c.execute(query).all()
+    ]
 
 
 def hash_key(key: str) -> str:

@@ -26,6 +26,10 @@ rollouts = sa.Table(
     sa.Column("owner", sa.String),
     sa.Column("lease_until", sa.Float),
     sa.Column("cancel", sa.Boolean, nullable=False, default=False),
+    sa.Column("end_reason", sa.String, nullable=False, default="", server_default=""),
+    sa.Column("weight_version", sa.Integer),
+    sa.Column("calls", sa.Integer, nullable=False, default=0, server_default="0"),
+    sa.Column("tokens", sa.Integer, nullable=False, default=0, server_default="0"),
     sa.Column("body", sa.Text, nullable=False),
 )
 
