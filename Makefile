@@ -1,13 +1,13 @@
 # openforge-rl: `make demo` and `make test` need nothing done before.
 #   TORCH_INDEX=URL   where pip finds torch (PyTorch's own CPU or CUDA index); empty: pip's default
-#   PRESET=name       preset of `make demo` (default: demo)
+#   PRESET=name       size of `make demo` (default: `demo`, or `small` where the processor has no bf16 units)
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.openforge-setup
 TORCH_INDEX ?=
-PRESET ?= demo
+PRESET ?=
 PYTEST_ARGS ?=
 NIGHTLY := vllm or conformance or chaos or attacks
 
@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt deploy/setup.sh
 	@touch $(STAMP)
 
 demo: setup
-	@$(BIN)/openforge demo --preset $(PRESET)
+	@$(BIN)/openforge demo $(if $(PRESET),--preset $(PRESET))
 
 test: setup
 	@$(BIN)/python -m pytest -m "not ($(NIGHTLY))" $(PYTEST_ARGS)

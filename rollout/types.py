@@ -92,6 +92,8 @@ class TaskSpec(Record):
     bundle: str
     digest: str
     services: tuple[str, ...] = ()
+    tools: tuple[str, ...] = ()
+    """Tools shown to the policy, in this order; empty: all tools of its services."""
     verifier: VerifierSpec = VerifierSpec()
     resources: Resources = Resources()
     timeouts: Timeouts = Timeouts()
@@ -360,6 +362,8 @@ class ResultRecord(Record):
     """Task id -> family."""
     rollouts: dict[str, list[str]]
     """Task id -> rollout ids, in trial order."""
+    apart: tuple[str, ...] = ()
+    """Families left out of training: reported beside the table, never in it."""
     dropped: dict[str, int] = {}
     metrics: dict[str, float] = {}
     seconds: float = 0.0

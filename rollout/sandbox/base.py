@@ -7,7 +7,7 @@ fresh verification makes a second one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -33,7 +33,11 @@ class SandboxSpec:
     proxy: Path | None = None
     """Host directory that holds the proxy's socket `proxy.sock`, bound to /run/proxy; None: no way out at all."""
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """Absolute paths below a writable directory (/workspace, /logs, /tests, /solution) -> contents at start."""
+    """Absolute paths below a writable directory (/workspace, /logs, /tests, /solution, /harness) -> contents."""
+    needs_image: bool = False
+    """The task asks for an image of its own: a back end without images refuses it."""
+    state: bytes = b""
+    """What `Sandbox.export` returned elsewhere, unpacked before `files` are written; empty: nothing."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +66,24 @@ class Completed:
 
 
 class Sandbox(Protocol):
-    """All four raise SandboxError when the place itself is broken or gone."""
+    """All raise SandboxError when the place itself is broken or gone."""
 
     async def start(self, spec: SandboxSpec) -> None: ...
 
     async def run(self, command: Command) -> Completed: ...
 
     async def get(self, path: str, max_bytes: int) -> bytes | None:
-        """A regular file's bytes, never following a link out of the writable directories; None if there is none."""
+        """The first `max_bytes` bytes of a regular file, no link followed in any component; None if there is none.
+
+        Raises SandboxError also for a path outside of the writable directories.
+        """
+        ...
+
+    async def export(self, paths: Sequence[str], max_bytes: int) -> bytes:
+        """The regular files, folders and inner links below `paths` as a tar for another sandbox's `state`.
+
+        Links that lead out of `paths` are left out, and so are files beyond `max_bytes` in all.
+        """
         ...
 
     async def stop(self) -> None:

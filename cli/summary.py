@@ -1,0 +1,40 @@
+"""What a run has done, read from the store: one line a stage, one row a model."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from rollout.config import Home
+from rollout.types import ResultRecord, StageRecord
+
+
+def stage_records(home: Home, run: str) -> list[StageRecord]:
+    """The stages of a run in the order in which they were done, those of its parts (`<run>-...`) included."""
+    from rollout.store import open_store
+
+    store = open_store(home)
+    try:
+        return [r for r in store.records.all(StageRecord) if r.run == run or r.run.startswith(f"{run}-")]
+    finally:
+        store.close()
+
+
+def stage_lines(home: Home, run: str) -> list[str]:
+    lines = []
+    for record in stage_records(home, run):
+        dropped = ", ".join(f"{n} {reason}" for reason, n in record.dropped.items())
+        line = f"{record.stage:<12} kept {record.kept}" + (f", dropped {dropped}" if dropped else "")
+        lines.append(f"{line}; {record.seconds:.0f} s, {record.rollouts} rollouts, {record.tokens} tokens")
+    return lines
+
+
+def result_table(results: list[ResultRecord]) -> Table:
+    table = Table("model", "tasks", "trials", "pass@1", "95 %", "pass@3", "pass^3", title="held-out tasks")
+    for result in results:
+        m = result.metrics
+        trials = max((len(rewards) for rewards in result.trials.values()), default=0)
+        interval = f"{m.get('ci_low', float('nan')):.3f} to {m.get('ci_high', float('nan')):.3f}"
+        figures = (f"{m.get(name, float('nan')):.3f}" for name in ("pass_at_1", "pass_at_3", "pass_hat_3"))
+        at_1, at_3, hat_3 = figures
+        table.add_row(result.label, str(len(result.trials)), str(trials), at_1, interval, at_3, hat_3)
+    return table

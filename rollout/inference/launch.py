@@ -1,0 +1,244 @@
+"""Starting, finding and ending inference servers: the rows of the engine table and the processes behind them.
+
+An engine is a process of its own, in its own session, that outlives whoever started it. Its id follows from what it
+serves and to whom, so that one that died is started again under the same id; a file lock keeps two processes from
+starting it twice. A pid counts only together with the process's start time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import secrets
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from rollout.config import CODE_ROOT, Home
+from rollout.errors import EngineError
+from rollout.processes import alive, started
+from rollout.store import Store
+from rollout.types import EngineRecord
+
+KEY_VARIABLE = "OPENFORGE_ENGINE_KEY"
+LEASE_S = 4 * 3600.0
+HEALTH_S = 5.0
+HEALTH_TRIES = 4
+STOP_S = 10.0
+UPDATE_S = 600.0
+POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How an engine is started, where none runs yet."""
+
+    slots: int = 64
+    """Requests that run at once."""
+    max_len: int = 0
+    """Longest prompt + completion in tokens; 0 is the model's own limit."""
+    start_s: float = 300.0
+    """Deadline for the start, seconds."""
+    progress: Callable[[str, int, int], None] | None = None
+    """Called with (label, seconds so far, start_s) while an engine starts."""
+    program: tuple[str, ...] = (sys.executable, "-m", "training.serve")
+
+
+def ensure_engine(
+    store: Store,
+    model: str,
+    path: str | Path,
+    *,
+    exclusive: str = "",
+    lease_s: float = LEASE_S,
+    options: EngineOptions | None = None,
+) -> EngineRecord:
+    """The engine that serves the folder `path` as `model`, started if none lives; its lease is renewed.
+
+    `exclusive` names the run that alone may use it. Engines that died, and those whose lease ran out, are removed
+    on the way. Raises EngineError when it does not come up; the message ends with the tail of its log.
+    """
+    engine_id = engine_name(model, exclusive)
+    with _locked(store.home, engine_id):
+        reap_engines(store, keep=engine_id)
+        found = next((e for e in store.engines.all() if e.id == engine_id), None)
+        if found is None or not _usable(found, str(path)):
+            if found:
+                stop_engine(store, found.id)
+            wanted = EngineRecord(
+                id=engine_id, model=model, path=str(path), url="", pid=0, process_started=0.0, exclusive=exclusive
+            )
+            found = _start(store.home, wanted, options or EngineOptions())
+        record = found.model_copy(update={"lease_until": time.time() + lease_s})
+        store.engines.put(record)
+        return record
+
+
+def stop_engine(store: Store, engine_id: str) -> bool:
+    """Ends the engine's process (SIGTERM, then SIGKILL) and forgets it. False if there was none of that id."""
+    record = next((e for e in store.engines.all() if e.id == engine_id), None)
+    if record is None:
+        return False
+    _end(record)
+    store.engines.remove(engine_id)
+    return True
+
+
+def list_engines(store: Store) -> list[EngineRecord]:
+    """Engines whose process lives."""
+    return [e for e in store.engines.all() if alive(e.pid, e.process_started)]
+
+
+def reap_engines(store: Store, keep: str = "") -> list[str]:
+    """Removes engines that died and stops those whose lease ran out, except `keep`; returns their ids."""
+    gone = [
+        e.id
+        for e in store.engines.all()
+        if e.id != keep and (not alive(e.pid, e.process_started) or e.lease_until < time.time())
+    ]
+    for engine_id in gone:
+        stop_engine(store, engine_id)
+    return gone
+
+
+def update_engine(store: Store, record: EngineRecord, path: str | Path, version: int) -> EngineRecord:
+    """Makes the engine serve the weights in `path` as `version`, and notes it. Raises EngineError."""
+    body = json.dumps({"path": str(path), "version": version}).encode()
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {read_key(store.home, record.id)}"}
+    request = urllib.request.Request(f"{record.url}/update_weights", data=body, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=UPDATE_S):
+            pass
+    except urllib.error.HTTPError as error:
+        text = error.read(500).decode(errors="replace")
+        raise EngineError(f"the update of engine {record.id} got {error.code}: {text}") from error
+    except OSError as error:
+        raise EngineError(f"the update of engine {record.id} failed: {error}") from error
+    updated = record.model_copy(update={"version": version})
+    store.engines.put(updated)
+    return updated
+
+
+def healthy(url: str, timeout_s: float = HEALTH_S) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=timeout_s) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
+def engine_name(model: str, exclusive: str = "") -> str:
+    """Id of the engine that serves `model` (to the run `exclusive` alone, if it is set)."""
+    label = re.sub(r"[^a-zA-Z0-9]+", "-", Path(model).name).strip("-").lower()[:40] or "model"
+    return f"{label}-{hashlib.sha256(f'{model}|{exclusive}'.encode()).hexdigest()[:8]}"
+
+
+def read_key(home: Home, engine_id: str) -> str:
+    """The engine's key for weight updates; empty where this home has none (an engine that was not started here)."""
+    file = _folder(home) / f"{engine_id}.key"
+    return file.read_text().strip() if file.exists() else ""
+
+
+# -- inside --------------------------------------------------------------------------------------------
+
+
+def _folder(home: Home) -> Path:
+    folder = home.run / "engines"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@contextmanager
+def _locked(home: Home, engine_id: str) -> Iterator[None]:
+    """One process at a time looks at, starts or ends this engine."""
+    with (_folder(home) / f"{engine_id}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _usable(record: EngineRecord, path: str) -> bool:
+    """A busy engine answers slowly: it is given up only when it is dead, serves something else, or stays silent."""
+    if record.path != path:
+        return False
+    return any(alive(record.pid, record.process_started) and healthy(record.url) for _ in range(HEALTH_TRIES))
+
+
+def _make_key(home: Home, engine_id: str) -> str:
+    file = _folder(home) / f"{engine_id}.key"
+    if not file.exists():
+        part = file.with_suffix(f".{os.getpid()}")
+        part.touch(mode=0o600)
+        part.write_text(secrets.token_urlsafe(32))
+        part.replace(file)
+    return read_key(home, engine_id)
+
+
+def _start(home: Home, wanted: EngineRecord, options: EngineOptions) -> EngineRecord:
+    port_file = _folder(home) / f"{wanted.id}.port"
+    port_file.unlink(missing_ok=True)
+    arguments = ["--model", wanted.path, "--port", "0", "--port-file", str(port_file), "--slots", str(options.slots)]
+    log = home.logs / f"engine-{wanted.id}.log"
+    with log.open("ab") as out:
+        process = subprocess.Popen(
+            [*options.program, *arguments, "--max-len", str(options.max_len)],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+            cwd=CODE_ROOT,
+            env={**os.environ, KEY_VARIABLE: _make_key(home, wanted.id)},
+        )
+    try:
+        record = wanted.model_copy(update={"pid": process.pid, "process_started": started(process.pid)})
+        return record.model_copy(update={"url": _await_health(process, port_file, options)})
+    except (EngineError, psutil.NoSuchProcess) as error:
+        process.kill()
+        process.wait(STOP_S)
+        raise EngineError(
+            f"the engine for {wanted.model} did not start: {error}; {log} ends with:\n{_tail(log)}"
+        ) from error
+
+
+def _await_health(process: subprocess.Popen[bytes], port_file: Path, options: EngineOptions) -> str:
+    began = time.monotonic()
+    told = 0.0
+    while (passed := time.monotonic() - began) < options.start_s:
+        if process.poll() is not None:
+            raise EngineError(f"its process ended with {process.returncode}")
+        if port_file.exists() and healthy(url := f"http://127.0.0.1:{int(port_file.read_text())}"):
+            return url
+        if options.progress and passed - told >= 1.0:
+            told = passed
+            options.progress("engine", int(passed), int(options.start_s))
+        time.sleep(POLL_S)
+    raise EngineError(f"it was not healthy within {options.start_s:.0f} s")
+
+
+def _end(record: EngineRecord) -> None:
+    if not alive(record.pid, record.process_started):
+        return
+    try:
+        process = psutil.Process(record.pid)
+        process.terminate()
+        try:
+            process.wait(STOP_S)
+        except psutil.TimeoutExpired:
+            process.kill()
+            process.wait(STOP_S)
+    except psutil.NoSuchProcess:
+        return
+
+
+def _tail(log: Path) -> str:
+    return log.read_bytes()[-1500:].decode(errors="replace").strip()

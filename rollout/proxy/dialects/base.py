@@ -1,0 +1,145 @@
+"""What a wire format must do: read a request into canonical form, and write an answer whole, in events, or refuse.
+
+    bytes -> Dialect.parse -> CallRequest -> (render, engine, capture) -> Answer -> Dialect.whole | EventWriter
+
+One class per surface; everything below works on `CallRequest` and `Answer` alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from rollout.errors import OpenForgeError
+from rollout.proxy.messages import Message, ToolCall
+
+DialectName = Literal["chat", "responses", "messages"]
+
+
+class Refused(OpenForgeError):
+    """Ends one HTTP request with `status`. `field` names the offending part of the request."""
+
+    def __init__(self, status: int, code: str, message: str, field: str = "") -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.field = field
+
+
+@dataclass(frozen=True)
+class CallRequest:
+    """A model call in canonical form."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    """Function tools in OpenAI's form, as the client wrote them; empty too when the client forbids calls."""
+    max_tokens: int | None = None
+    stream: bool = False
+    include_usage: bool = False
+
+
+@dataclass(frozen=True)
+class Head:
+    """Envelope of an answer. `created` is in Unix seconds."""
+
+    id: str
+    model: str
+    created: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    content: str
+    reasoning: str
+    tool_calls: tuple[ToolCall, ...]
+    malformed: bool
+    finish_reason: str
+    """`stop`, `length` or `tool_calls`."""
+    prompt_tokens: int
+    completion_tokens: int
+
+    def message(self) -> Message:
+        return Message("assistant", self.content, self.reasoning, self.tool_calls)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive text of an answer, as it becomes known."""
+
+    kind: Literal["content", "reasoning"]
+    text: str
+
+
+class EventWriter(Protocol):
+    """Bytes of one streamed answer, in order: pieces, then `finish` or `failure`. `ping` may come anywhere."""
+
+    def piece(self, piece: Piece) -> bytes: ...
+
+    def finish(self, answer: Answer) -> bytes:
+        """Tool calls, finish reason, usage and the end mark: nothing that a client acts on comes before it."""
+        ...
+
+    def failure(self, refused: Refused) -> bytes: ...
+
+    def ping(self) -> bytes: ...
+
+
+class Dialect(Protocol):
+    name: DialectName
+
+    def parse(self, body: bytes) -> CallRequest:
+        """Raises Refused (400) that names the field for what cannot be read or cannot be honoured."""
+        ...
+
+    def whole(self, head: Head, answer: Answer) -> bytes: ...
+
+    def writer(self, head: Head, request: CallRequest) -> EventWriter: ...
+
+    def refusal(self, refused: Refused) -> bytes:
+        """Body of an error response."""
+        ...
+
+
+# -- JSON ----------------------------------------------------------------------------------------------
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """A request body as a JSON object whose text can all be written as UTF-8. Raises Refused (400)."""
+    try:
+        data = read_value(body.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, "bad_json", f"the body is not valid JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise Refused(400, "bad_json", f"the body must be a JSON object, not {type(data).__name__}")
+    return data
+
+
+def read_value(text: str) -> Any:
+    """JSON without NaN, and without lone surrogates, which no tokenizer takes. Raises ValueError, RecursionError."""
+    data = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
+    return _clean(data) if _SURROGATE.search(text) else data
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON value")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if value in (float("inf"), float("-inf")):
+        raise ValueError(f"the number {text[:40]} is too large")
+    return value
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, list):
+        return [_clean(v) for v in value]
+    if isinstance(value, dict):
+        return {_clean(k): _clean(v) for k, v in value.items()}
+    return value

@@ -1,0 +1,71 @@
+"""Canonical messages: what every dialect is read into, what the renderer gets and what a call's record shows.
+
+Parsing wire formats (`dialects/`) and rendering ids (`render.py`) meet only here, so that a history means the same
+whatever surface it came through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """`arguments` is a JSON object; a call whose arguments are none is kept as text, never as this."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Message:
+    role: Role
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+
+    def dump(self) -> dict[str, Any]:
+        """As chat templates expect it: arguments are an object, empty parts are left out."""
+        out: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.reasoning:
+            out["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            out["tool_calls"] = [
+                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                for c in self.tool_calls
+            ]
+        if self.tool_call_id:
+            out["tool_call_id"] = self.tool_call_id
+        return out
+
+
+def load_message(row: Mapping[str, Any]) -> Message:
+    """Inverse of `Message.dump`."""
+    return Message(
+        role=row["role"],
+        content=row["content"],
+        reasoning=row.get("reasoning_content", ""),
+        tool_calls=tuple(
+            ToolCall(c["id"], c["function"]["name"], c["function"]["arguments"]) for c in row.get("tool_calls", ())
+        ),
+        tool_call_id=row.get("tool_call_id", ""),
+    )
+
+
+def without_ids(message: Message) -> Message:
+    """The message as a template shows it: the ids of tool calls never reach the model."""
+    calls = tuple(replace(call, id="") for call in message.tool_calls)
+    return replace(message, tool_calls=calls, tool_call_id="")
+
+
+def continues(history: Sequence[Message], earlier: Sequence[Message]) -> bool:
+    """True when `history` begins with `earlier`, ids of tool calls aside."""
+    return len(history) >= len(earlier) and all(
+        a is b or without_ids(a) == without_ids(b) for a, b in zip(history, earlier, strict=False)
+    )

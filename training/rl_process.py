@@ -1,0 +1,113 @@
+"""`python -m training.rl_process SPEC`: the child that holds trainer and loop of one RL run.
+
+It leases an engine of its own for the run, and ends it when the run is over. A child that dies leaves the engine
+and its rollouts; the next one finds both.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+import transformers
+
+from rollout.bundle import load_tasks
+from rollout.client import RolloutClient
+from rollout.config import open_home
+from rollout.errors import ConfigError
+from rollout.inference.launch import ensure_engine, stop_engine, update_engine
+from rollout.store import Store, open_store
+from rollout.types import ModelRef, Split, TaskSpec
+from training.checkpoint import whole_folder
+from training.child import Events, child_main
+from training.config import RlConfig, TrainerConfig
+from training.models import ENTRY, write_entry
+from training.rl import RESULT_FILE, RlSpec
+from training.rl_loop import Curriculum, Parts, RlLoop
+from training.rl_state import LoopState, RunFolder
+from training.trainer.reference import ReferenceTrainer
+
+
+class LeasedEngine:
+    """The run's exclusive engine: found or started on the initial weights, then brought to the wanted ones."""
+
+    def __init__(self, store: Store, model: ModelRef, initial: Path, run: str) -> None:
+        self._store, self._model, self._initial, self._run = store, model, initial, run
+        self._id = ""
+
+    def ensure(self, path: Path, version: int) -> None:
+        record = ensure_engine(self._store, self._model.name, self._initial, exclusive=self._run)
+        self._id = record.id
+        if record.version != version:
+            update_engine(self._store, record, path, version)
+
+    def stop(self) -> None:
+        if self._id:
+            stop_engine(self._store, self._id)
+
+
+def trainer_config(config: RlConfig) -> TrainerConfig:
+    """The trainer's settings with the sampling temperature, at which the engine's log-probabilities are."""
+    loss = config.trainer.loss.model_copy(update={"temperature": config.temperature})
+    return config.trainer.model_copy(update={"loss": loss})
+
+
+def curriculum(spec: RlSpec) -> Curriculum:
+    """The tasks of the splits `rl` and `validation`, in id order. Raises ConfigError when there is none to train."""
+    tasks = sorted(load_tasks(Path(spec.tasks_dir)), key=lambda t: t.id)
+    chosen: dict[Split, tuple[TaskSpec, ...]] = {
+        split: tuple(t for t in tasks if t.split is split) for split in (Split.RL, Split.VALIDATION)
+    }
+    if not chosen[Split.RL]:
+        raise ConfigError(
+            f"{spec.tasks_dir} has no task of the split `rl`; run `openforge synth` or pass another --tasks"
+        )
+    if spec.config.val_every and not chosen[Split.VALIDATION]:
+        raise ConfigError(f"{spec.tasks_dir} has no task of the split `validation`; add some or set rl.val_every=0")
+    return Curriculum(
+        run=spec.run,
+        model=ModelRef(name=spec.model, digest=spec.policy.digest),
+        path=Path(spec.policy.path),
+        tasks=chosen[Split.RL],
+        validation=chosen[Split.VALIDATION],
+    )
+
+
+def publish(state: LoopState, spec: RlSpec) -> None:
+    """Copies the weights to keep to the run's place, with the loop's result beside them."""
+    best = Path(state.best_weights)
+    with whole_folder(Path(spec.output)) as part:
+        for file in sorted(best.iterdir()):
+            if file.is_file() and file.name not in (ENTRY, RESULT_FILE):
+                shutil.copyfile(file, part / file.name)
+        (part / RESULT_FILE).write_text(state.model_dump_json(indent=1) + "\n")
+        write_entry(part, name=spec.run, renderer=spec.policy.renderer, source=spec.run)
+
+
+def train(spec: RlSpec, events: Events) -> None:
+    """Runs the loop to its end and leaves the best policy at `spec.output`."""
+    torch.set_flush_denormal(True)
+    if spec.config.trainer.threads:
+        torch.set_num_threads(spec.config.trainer.threads)
+    transformers.utils.logging.disable_progress_bar()
+    lessons = curriculum(spec)
+    store = open_store(open_home(spec.home))
+    engine = LeasedEngine(store, lessons.model, lessons.path, spec.run)
+    try:
+        parts = Parts(
+            store=store,
+            client=RolloutClient(store),
+            trainer=ReferenceTrainer(lessons.path, trainer_config(spec.config)),
+            engine=engine,
+            folder=RunFolder(Path(spec.work), spec.run, spec.policy.renderer),
+            progress=events.progress,
+        )
+        publish(RlLoop(parts, lessons, spec.config).run(), spec)
+        engine.stop()
+    finally:
+        store.close()
+
+
+if __name__ == "__main__":
+    child_main(RlSpec, train)
