@@ -24,6 +24,7 @@ from rollout.config import Home, open_home
 from rollout.errors import InfrastructureError
 from rollout.types import ResultRecord, StageRecord
 
+STAGE = "demo"
 SIZES = ("demo", "small")
 STARTS = 3
 """Times that the flow is started when the Prefect server dies under it."""
@@ -59,7 +60,7 @@ def demo(*, preset: str = "", run: str = "") -> int:
 def _size(home: Home) -> str:
     """The demo's preset for this machine: that of a demo begun before, else by measurement."""
     for name in SIZES:
-        if _stage(home, name, "demo") or _stage(home, name, "propose"):
+        if _stage(home, name, STAGE) or _stage(home, name, "propose"):
             return name
     speed = doctor.bf16_speed()
     chosen = doctor.preset_for(1.0 if speed is None else speed)
@@ -71,7 +72,7 @@ def _size(home: Home) -> str:
 def _work(home: Home, name: str, params: dict[str, Any]) -> StageRecord:
     """Runs the pipeline to its end and records how long it took and how much memory it needed."""
     began = time.time()
-    done = [line for line in stage_lines(home, name)]
+    done = stage_lines(home, name)
     if done:
         console.print("done already:")
         for line in done:
@@ -87,7 +88,7 @@ def _work(home: Home, name: str, params: dict[str, Any]) -> StageRecord:
                     raise
                 console.print("the Prefect server is gone; the demo goes on with a new one")
     seconds = time.time() - began
-    record = StageRecord(run=name, stage="demo", seconds=seconds, details={"peak_rss_mib": round(peak.mib, 1)})
+    record = StageRecord(run=name, stage=STAGE, seconds=seconds, details={"peak_rss_mib": round(peak.mib, 1)})
     _put(home, record)
     return record
 
@@ -95,13 +96,15 @@ def _work(home: Home, name: str, params: dict[str, Any]) -> StageRecord:
 def _tell(home: Home, name: str, record: StageRecord) -> None:
     from evaluation.run import demo_json
     from rollout.store import open_store
+    from tasks.checkpoints import stage_runs
 
     for line in stage_lines(home, name):
         console.print(f"  {line}")
     store = open_store(home)
     try:
         results = store.records.all(ResultRecord, run=name)
-        stages = [r for r in store.records.all(StageRecord, run=name) if r.stage not in ("demo", "pipeline")]
+        records = [r for part in stage_runs(name) for r in store.records.all(StageRecord, run=part)]
+        stages = [r for r in records if r.stage != STAGE]
     finally:
         store.close()
     console.print(result_table(results))
@@ -116,7 +119,7 @@ def _tell(home: Home, name: str, record: StageRecord) -> None:
 
 def _record(home: Home, name: str) -> StageRecord | None:
     report = home.reports / f"{name}.html"
-    return _stage(home, name, "demo") if report.exists() else None
+    return _stage(home, name, STAGE) if report.exists() else None
 
 
 def _stage(home: Home, name: str, stage: str) -> StageRecord | None:

@@ -6,8 +6,8 @@ import time
 
 from cyclopts import App
 from rich.console import Console
-from rich.table import Table
 
+from cli.table import print_rows
 from rollout.config import open_home
 from rollout.errors import ConfigError
 from rollout.processes import alive
@@ -51,12 +51,12 @@ def list_engines() -> int:
         engines = store.engines.all()
     finally:
         store.close()
-    table = Table("id", "model", "url", "pid", "version", "exclusive to", "lease", box=None)
+    rows = []
     for e in engines:
         living = alive(e.pid, e.process_started)
         lease = f"{max(0.0, e.lease_until - time.time()):.0f} s" if living else "gone"
-        table.add_row(e.id, e.model, e.url, str(e.pid), str(e.version), e.exclusive or "-", lease)
-    console.print(table)
+        rows.append((e.id, e.model, e.url, e.pid, e.version, e.exclusive or "-", lease))
+    print_rows(console, ("id", "model", "url", "pid", "version", "exclusive to", "lease"), rows)
     return 0
 
 

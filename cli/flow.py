@@ -18,12 +18,21 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from cli import prefect_server, terminate
 from rollout.config import CODE_ROOT, Home
 from rollout.errors import ConfigError, InfrastructureError
 from rollout.processes import started
+from tasks.progress_file import Line, read_progress
 
 POLL_S = 0.5
 STOP_S = 30.0
@@ -80,13 +89,12 @@ def run_flow(home: Home, call: FlowCall, url: str, console: Console, watch: Call
             env=prefect_server.environment(home, url),
         )
     try:
-        with _bars(console) as bars:
-            shown: dict[str, Any] = {}
+        with _Stages(home, call.run, since, console) as shown:
             while child.poll() is None:
-                _show(home, call.run, bars, shown, since)
+                shown.update()
                 watch()
                 time.sleep(POLL_S)
-            _show(home, call.run, bars, shown, since)
+            shown.update()
     finally:
         if child.poll() is None:
             child.send_signal(signal.SIGTERM)
@@ -105,33 +113,52 @@ def _raise_for(call: FlowCall, code: int, result: Path, log: Path) -> None:
     raise kind(f"{body['error']}\nthe flow's log: {log}")
 
 
-def _bars(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.fields[stage]:<12}"),
-        TextColumn("{task.description:<28}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=console,
-        refresh_per_second=2,
-    )
+class _Stages:
+    """A bar a stage with its remaining time, read from the progress file; plain lines where there is no terminal."""
 
+    def __init__(self, home: Home, run: str, since: float, console: Console) -> None:
+        self._home, self._run, self._since, self._console = home, run, since, console
+        self._shown: dict[str, TaskID] = {}
+        self._told: dict[str, str] = {}
+        self._bars = Progress(
+            TextColumn("{task.fields[stage]:<12}"),
+            TextColumn("{task.description:<28}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            refresh_per_second=2,
+            disable=not console.is_terminal,
+        )
 
-def _show(home: Home, run: str, bars: Progress, shown: dict[str, Any], since: float) -> None:
-    """One bar a stage, updated from the progress file; lines of an earlier run are left out."""
-    from tasks.progress_file import read_progress
+    def __enter__(self) -> _Stages:
+        self._bars.start()
+        return self
 
-    for stage, line in read_progress(home, run).items():
-        if line.updated < since and line.started < since:
-            continue
-        if stage not in shown:
-            shown[stage] = bars.add_task("", stage=stage, total=None)
-        total = line.total or None
-        done = line.done
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def update(self) -> None:
+        """Lines of an earlier run are left out."""
+        for stage, line in read_progress(self._home, self._run).items():
+            if max(line.updated, line.started) >= self._since:
+                self._bar(stage, line) if self._console.is_terminal else self._tell(stage, line)
+
+    def _bar(self, stage: str, line: Line) -> None:
+        if stage not in self._shown:
+            self._shown[stage] = self._bars.add_task("", stage=stage, total=None)
+        bar = self._shown[stage]
+        whole = max(1, line.total)
+        total, done = (whole, whole) if line.ended else (line.total or None, line.done)
+        self._bars.update(bar, description=line.label[:28], completed=done, total=total)
         if line.ended:
-            total = done = max(1, line.total)
-        bars.update(shown[stage], description=line.label[:28], completed=done, total=total)
-        if line.ended:
-            bars.stop_task(shown[stage])
+            self._bars.stop_task(bar)
+
+    def _tell(self, stage: str, line: Line) -> None:
+        text = "done" if line.ended else line.label
+        if text and self._told.get(stage) != text:
+            self._told[stage] = text
+            passed = time.time() - self._since
+            self._console.print(f"{passed:6.0f} s  {stage:<12} {text}")

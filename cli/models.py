@@ -6,8 +6,8 @@ from pathlib import Path
 
 from cyclopts import App
 from rich.console import Console
-from rich.table import Table
 
+from cli.table import print_rows
 from rollout.config import Home, open_home
 
 app = App(name="models", help="Adds and lists models.")
@@ -46,11 +46,9 @@ def list_models() -> int:
     """Lists the models of the home."""
     from training.models import list_models as known
 
-    table = Table("name", "renderer", "digest", "source", "folder", box=None)
     entries = known(open_home())
-    for entry in entries:
-        table.add_row(entry.name, entry.renderer, entry.digest[:12], entry.source, entry.path)
-    console.print(table)
+    rows = [(e.name, e.renderer, e.digest[:12], e.source, e.path) for e in entries]
+    print_rows(console, ("name", "renderer", "digest", "source", "folder"), rows)
     if not entries:
         console.print("none yet: openforge models add smollm2")
     return 0

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 from rich.console import Console
-from rich.table import Table
 
+from cli.table import print_rows
 from rollout.config import open_home
 from rollout.errors import ConfigError
 
@@ -45,10 +45,8 @@ def list_rollouts(*, run: str = "", state: str = "", purpose: str = "", limit: i
         )
     finally:
         store.close()
-    table = Table("id", "state", "model", "harness", "calls", "tokens", "reward", "end", box=None)
-    for rollout in found[-limit:]:
-        table.add_row(*_cells(rollout))
-    console.print(table)
+    headers = ("id", "state", "model", "harness", "calls", "tokens", "reward", "end")
+    print_rows(console, headers, [_cells(rollout) for rollout in found[-limit:]])
     console.print(f"{len(found)} rollouts" + (f", the last {limit} shown" if len(found) > limit else ""))
     return 0
 

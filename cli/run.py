@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 console = Console(highlight=False)
 POLL_S = 0.3
 SCRIPTED = "scripted:"
+ORACLE = "scripted:oracle"
 
 
 def run(task: str, /, *, harness: str = "react", model: str = "smollm2", preset: str = "demo", seed: int = 0) -> int:
@@ -46,7 +47,8 @@ def run(task: str, /, *, harness: str = "react", model: str = "smollm2", preset:
     from rollout.types import Purpose
     from tasks.preset import Preset
 
-    settings = load_preset(Preset, preset).rollout
+    chosen = load_preset(Preset, preset)
+    settings = chosen.rollout
     make_harness(harness)
     spec = load_task(find_task(task))
     home = open_home()
@@ -55,7 +57,7 @@ def run(task: str, /, *, harness: str = "react", model: str = "smollm2", preset:
         plan = Plan(
             run=f"run-{secrets.token_hex(4)}",
             purpose=Purpose.RUN,
-            model=_model(store, model),
+            model=_model(store, model, chosen.model.name),
             sampling=settings.sampling,
             limits=settings.limits,
             harness=harness,
@@ -99,12 +101,14 @@ class _Follow:
         self._calls = max(self._calls, len(calls))
 
 
-def _model(store: Store, name: str) -> ModelRef:
-    """The model's reference, with an engine serving it unless it is scripted."""
+def _model(store: Store, name: str, student: str) -> ModelRef:
+    """The model's reference, with an engine serving it; a scripted one speaks with the student's tokens."""
     from rollout.inference.launch import ensure_engine
     from rollout.types import ModelRef
     from training.models import resolve_model
 
+    if name == ORACLE:
+        return ModelRef(name=f"{name}?student={resolve_model(store.home, student).name}")
     if name.startswith(SCRIPTED):
         return ModelRef(name=name)
     console.print(f"engine for {name}")

@@ -32,9 +32,10 @@ def result_table(results: list[ResultRecord]) -> Table:
     table = Table("model", "tasks", "trials", "pass@1", "95 %", "pass@3", "pass^3", title="held-out tasks")
     for result in results:
         m = result.metrics
-        trials = max((len(rewards) for rewards in result.trials.values()), default=0)
         interval = f"{m.get('ci_low', float('nan')):.3f} to {m.get('ci_high', float('nan')):.3f}"
         figures = (f"{m.get(name, float('nan')):.3f}" for name in ("pass_at_1", "pass_at_3", "pass_hat_3"))
         at_1, at_3, hat_3 = figures
-        table.add_row(result.label, str(len(result.trials)), str(trials), at_1, interval, at_3, hat_3)
+        table.add_row(
+            result.label, f"{m.get('n_tasks', 0):.0f}", f"{m.get('n_trials', 0):.0f}", at_1, interval, at_3, hat_3
+        )
     return table

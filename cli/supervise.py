@@ -14,18 +14,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cli import deploy, prefect_server, terminate
 from rollout.config import CODE_ROOT, Home
 from rollout.errors import InfrastructureError, OpenForgeError
 from rollout.processes import find_serve, read_pid_file, serve_file, started, write_pid_file
 
+if TYPE_CHECKING:
+    from rollout.store import Store
+
 POOL = "claw"
 BACKOFF_S = 2.0
+REAP_S = 60.0
 WORKER_START_S = 120.0
 
 
@@ -66,6 +71,7 @@ class Supervisor:
     stop: threading.Event = field(default_factory=threading.Event)
     children: dict[str, Child] = field(default_factory=dict)
     state: str = "starting"
+    reaped: float = 0.0
 
     def run(self) -> None:
         """Brings everything up, watches it until `stop` is set or a signal comes, and takes it down again."""
@@ -75,6 +81,7 @@ class Supervisor:
             self._bring_up()
             while not self.stop.wait(0.5):
                 self._watch()
+                self._reap()
         finally:
             self._take_down()
 
@@ -141,6 +148,17 @@ class Supervisor:
                 child.process = child.start()
                 self._note()
 
+    def _reap(self) -> None:
+        """Ends engines whose lease ran out, once in `REAP_S`."""
+        if time.monotonic() - self.reaped < REAP_S:
+            return
+        from rollout.inference.launch import reap_engines
+
+        self.reaped = time.monotonic()
+        with _store(self.home) as store:
+            for engine_id in reap_engines(store):
+                self.say(f"engine {engine_id} ended: its lease ran out")
+
     def _note(self) -> None:
         running = {
             c.name: {"pid": c.process.pid, "started": started(c.process.pid)}
@@ -173,12 +191,19 @@ def clear(home: Home) -> None:
 
 
 def _stop_engines(home: Home) -> None:
+    from rollout.inference.launch import stop_engine
+
+    with _store(home) as store:
+        for engine in store.engines.all():
+            stop_engine(store, engine.id)
+
+
+@contextmanager
+def _store(home: Home) -> Iterator[Store]:
     from rollout.store import open_store
 
     store = open_store(home)
     try:
-        for engine in store.engines.all():
-            terminate.end({"pid": engine.pid, "started": engine.process_started})
-            store.engines.remove(engine.id)
+        yield store
     finally:
         store.close()

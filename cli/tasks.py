@@ -7,8 +7,8 @@ from pathlib import Path
 from cyclopts import App
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from cli.table import print_rows
 from rollout.config import open_home
 from rollout.errors import ConfigError
 
@@ -29,15 +29,13 @@ def list_tasks(folder: str = "", /) -> int:
 
     home = open_home()
     batches = [Path(folder)] if folder else sorted(p for p in home.tasks.glob("*") if p.is_dir())
-    table = Table("id", "split", "family", "services", "harness", "folder", box=None)
-    count = 0
+    rows = []
     for batch in batches:
         for task in load_tasks(batch):
-            count += 1
             family = task.provenance.family
-            table.add_row(task.id, task.split.value, family, ", ".join(task.services), task.harness, str(batch.name))
-    console.print(table)
-    console.print(f"{count} tasks")
+            rows.append((task.id, task.split.value, family, ",".join(task.services), task.harness, batch.name))
+    print_rows(console, ("id", "split", "family", "services", "harness", "batch"), rows)
+    console.print(f"{len(rows)} tasks")
     return 0
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from cli import prefect_server, supervise, terminate
 from rollout.config import Home, open_home
 from rollout.errors import ConfigError, InfrastructureError
-from rollout.processes import find_serve
+from rollout.processes import find_serve, started
 
 UP_S = 300.0
 console = Console(highlight=False, soft_wrap=True)
@@ -122,7 +122,7 @@ def _detach(home: Home, port: int, auth: bool) -> int:
         if process.poll() is not None:
             raise InfrastructureError(f"openforge up ended with code {process.returncode}; see {log}")
         time.sleep(0.3)
-    terminate.end({"pid": process.pid, "started": supervise.started(process.pid)}, grace_s=60.0)
+    terminate.end({"pid": process.pid, "started": started(process.pid)}, grace_s=60.0)
     raise InfrastructureError(f"not everything came up within {UP_S:.0f} s; see {log}")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,13 +23,17 @@ def main(arguments: Sequence[str]) -> int:
     if name not in NAMES:
         raise ConfigError(f"no flow {name!r}; there are: {', '.join(NAMES)}")
     flow = getattr(importlib.import_module(f"flows.{name}"), name)
+    error, code = "", 1
     try:
-        flow(json.loads(body))
-        error, code = "", 0
+        flow(**json.loads(body))
+        code = 0
     except ConfigError as raised:
         error, code = str(raised), 2
     except OpenForgeError as raised:
-        error, code = f"{type(raised).__name__}: {raised}", 1
+        error = f"{type(raised).__name__}: {raised}"
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+        traceback.print_exc()
     if rest:
         Path(rest[0]).write_text(json.dumps({"error": error, "code": code}))
     if error:

@@ -22,7 +22,7 @@ from tasks.params import StageParams
     on_crashed=[release],
 )
 def pipeline(params: StageParams = StageParams()) -> StageRecord:
-    """model -> tasks (unless a folder of them is given) -> base result -> dataset -> SFT -> its result -> RL -> its result -> report."""
+    """The whole chain; synthesis is left out when a folder of tasks is given."""
     params = params.model_copy(update={"run": params.run_name})
     models.add(params)
     if not params.tasks:

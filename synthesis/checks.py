@@ -9,7 +9,6 @@ in every run, idle and each wrong solution 0.
 from __future__ import annotations
 
 import json
-import math
 import re
 import subprocess
 import sys
@@ -21,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from rollout.bundle import load_task
-from rollout.errors import ConfigError, FailureClass
+from rollout.errors import ConfigError, FailureClass, VerifierError
 from rollout.types import TaskSpec
+from rollout.verifier import parse_text
 from synthesis.config import Checks
 from synthesis.families import GradedFact
 from synthesis.play import Played, Step, parse_plan, play
@@ -61,7 +61,7 @@ def _scores(folder: Path, services: dict[str, Any], oracle: Sequence[Step]) -> P
     for steps, wanted, reason in ((oracle, 1.0, "oracle"), ((), 0.0, "idle")):
         try:
             reward = run_verifier(folder, play(services, steps))
-        except VerifierProblem as error:
+        except VerifierError as error:
             return Problem("verifier", str(error), patch=False)
         if reward != wanted:
             return Problem(reason, f"{reason} scores {reward:g} instead of {wanted:g} in process")
@@ -85,26 +85,28 @@ def _holds(text: str, word: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) is not None
 
 
-class VerifierProblem(Exception):
-    """The verifier program crashed, hung or wrote no reward in [0, 1]."""
-
-
 def run_verifier(folder: Path, played: Played) -> float:
-    """Reward of a played plan by tests/verify.py in a process of its own. Raises VerifierProblem."""
+    """Reward of a played plan by tests/verify.py in a process of its own. Raises VerifierError."""
     program = folder / "tests" / "verify.py"
     if not program.is_file():
-        raise VerifierProblem("tests/verify.py is missing")
+        raise VerifierError("tests/verify.py is missing")
     with tempfile.TemporaryDirectory(prefix="openforge-check-") as root:
         place(Path(root), played)
         command = [sys.executable, "-I", "-S", str(program), root]
         try:
             done = subprocess.run(command, capture_output=True, timeout=VERIFY_S, check=False)
         except subprocess.TimeoutExpired as error:
-            raise VerifierProblem(f"tests/verify.py did not end within {VERIFY_S:.0f} s") from error
+            raise VerifierError(f"tests/verify.py did not end within {VERIFY_S:.0f} s") from error
         if done.returncode != 0:
             tail = done.stderr.decode(errors="replace")[-300:]
-            raise VerifierProblem(f"tests/verify.py ended with {done.returncode}: {tail}")
-        return parse_reward(Path(root) / "logs" / "verifier" / "reward.txt")
+            raise VerifierError(f"tests/verify.py ended with {done.returncode}: {tail}")
+        reward = Path(root) / "logs" / "verifier" / "reward.txt"
+        if not reward.is_file():
+            raise VerifierError("tests/verify.py wrote no reward.txt")
+        try:
+            return parse_text(reward.read_bytes())[0]
+        except ValueError as error:
+            raise VerifierError(f"reward.txt {error}") from error
 
 
 def place(root: Path, played: Played) -> None:
@@ -114,16 +116,6 @@ def place(root: Path, played: Played) -> None:
     (root / "workspace").mkdir()
     if played.answer is not None:
         (root / "workspace" / "answer.txt").write_text(played.answer + "\n", encoding="utf-8")
-
-
-def parse_reward(file: Path) -> float:
-    try:
-        reward = float(file.read_text())
-    except (OSError, ValueError) as error:
-        raise VerifierProblem(f"the verifier wrote no number into reward.txt ({error})") from error
-    if not (math.isfinite(reward) and 0.0 <= reward <= 1.0):
-        raise VerifierProblem(f"the verifier wrote {reward}, which is no reward in [0, 1]")
-    return reward
 
 
 # -- the decisive checks

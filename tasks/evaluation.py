@@ -56,8 +56,9 @@ def evaluate(params: EvalParams) -> ResultRecord:
 
 @stage
 def report(params: StageParams) -> StageRecord:
-    """One HTML file of all that the run did."""
+    """One HTML file of all that the run did; its engines are no longer needed."""
     with stage_context(params, "report") as ctx:
+        ctx.make_room()
         began = time.monotonic()
         out = write_report(ctx.store, runs=stage_runs(ctx.run), out=ctx.home.reports / f"{ctx.run}.html")
         seconds = time.monotonic() - began

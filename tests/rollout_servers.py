@@ -44,8 +44,11 @@ class Listening:
         config = uvicorn.Config(self.app, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=60)
         self._server = _Server(config)
         self._task = asyncio.create_task(self._server.serve([sock]))
-        while not self._server.started:
+        for _ in range(500):
+            if self._server.started:
+                return
             await asyncio.sleep(0.01)
+        raise TimeoutError(f"nothing listens on {self.path}")
 
     async def stop(self) -> None:
         self._server.should_exit = self._server.force_exit = True

@@ -87,7 +87,7 @@ class RlLoop:
             state = self._validate(state)
         while not self._over(state):
             state = self._step(state)
-            if self._config.val_every and state.step % self._config.val_every == 0:
+            if not state.stopped and self._config.val_every and state.step % self._config.val_every == 0:
                 state = self._validate(state)
             folder.prune(trainer.version, state)
             if state.step % self._config.checkpoint_every == 0:

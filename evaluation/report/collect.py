@@ -1,9 +1,14 @@
-"""Reads what a report shows from the store: results, stages, steps and the teacher's rollouts of the named runs."""
+"""Reads what a report shows from the store: results, stages, steps and the teacher's rollouts of the named runs.
+
+A step's record has the mean of its rewards; their spread over groups is read from the step's rollouts, which are
+those of its run and purpose that were sampled under its weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
 
 from evaluation.run import LABELS, eval_run
 from rollout.errors import ConfigError
@@ -22,6 +27,23 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
+class Batch:
+    """Rollouts that one RL step or validation sampled."""
+
+    run: str
+    purpose: Purpose
+    weight_version: int
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean reward of each group (all trials of a task) of a batch, and how many rollouts they are."""
+
+    means: tuple[float, ...]
+    rollouts: int
+
+
+@dataclass(frozen=True)
 class RunData:
     runs: tuple[str, ...]
     results: tuple[Evaluated, ...]
@@ -30,6 +52,7 @@ class RunData:
     """In the order of the path."""
     steps: tuple[StepRecord, ...]
     teacher: tuple[Rollout, ...]
+    spreads: Mapping[Batch, Spread] = field(default_factory=dict)
 
 
 def collect(store: Store, runs: Sequence[str]) -> RunData:
@@ -49,6 +72,7 @@ def collect(store: Store, runs: Sequence[str]) -> RunData:
         stages=tuple(sorted(stages, key=_stage_place)),
         steps=tuple(sorted(steps, key=lambda s: (s.kind, s.step))),
         teacher=tuple(r for run in runs for r in _teacher(store, run)),
+        spreads=_spreads(store, runs),
     )
 
 
@@ -61,6 +85,20 @@ def _teacher(store: Store, run: str) -> list[Rollout]:
     """Ended teacher rollouts of a run or of its stage runs (`<run>-...`)."""
     found = store.rollouts.query(purpose=Purpose.TEACHER)
     return [r for r in found if r.state.terminal and (r.run == run or r.run.startswith(f"{run}-"))]
+
+
+def _spreads(store: Store, runs: Sequence[str]) -> dict[Batch, Spread]:
+    groups: dict[Batch, dict[str, list[float]]] = {}
+    for run in runs:
+        for purpose in (Purpose.TRAIN, Purpose.VALIDATE):
+            for r in store.rollouts.query(run=run, purpose=purpose):
+                if r.verdict and r.weight_version is not None:
+                    batch = groups.setdefault(Batch(run, purpose, r.weight_version), {})
+                    batch.setdefault(r.group_id, []).append(r.verdict.reward)
+    return {
+        batch: Spread(tuple(fmean(rewards) for rewards in found.values()), sum(map(len, found.values())))
+        for batch, found in groups.items()
+    }
 
 
 def _named(results: Sequence[ResultRecord]) -> list[Evaluated]:

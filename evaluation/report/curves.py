@@ -1,22 +1,27 @@
 """Steps of SFT and RL as charts: geometry for SVG, computed here, printed by `charts.svg.jinja`.
 
-Every curve that is a mean carries an interval: validation its bootstrap over tasks (`ci_low`, `ci_high` of the
-step's metrics), the reward of an RL step the same if the step has it, else Wilson's over its finished rollouts.
+Every mean reward carries a 95 % interval: that of the step's metrics (`ci_low`, `ci_high`) if they have one, else
+a bootstrap over the groups of its rollouts, else (rollouts removed, or steps that share their weights) Wilson's over
+the number of groups, which is the widest that such a mean can have.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from evaluation.metrics import wilson
-from rollout.types import StepRecord
+from evaluation.metrics import Interval, bootstrap_mean, wilson
+from evaluation.report.collect import Batch, Spread
+from rollout.types import Purpose, StepRecord
+
+Spreads = Mapping[Batch, Spread]
 
 WIDTH, HEIGHT = 560.0, 250.0
 LEFT, RIGHT, TOP, BOTTOM = 44.0, 16.0, 14.0, 34.0
 SMOOTH = 0.25
+RESAMPLES = 2_000
 
 
 @dataclass(frozen=True)
@@ -75,12 +80,12 @@ class Chart:
     x_label: str = "step"
 
 
-def charts(steps: Sequence[StepRecord]) -> tuple[Chart, ...]:
+def charts(steps: Sequence[StepRecord], spreads: Spreads) -> tuple[Chart, ...]:
     """The charts that have data, in the order of training."""
     sft = [s for s in steps if s.kind == "sft" and s.loss is not None and math.isfinite(s.loss)]
     rl = [s for s in steps if s.kind == "rl"]
-    validation = [s for s in steps if s.kind == "validation" and "pass_at_1" in s.metrics]
-    found = (_loss(sft), _reward(rl, validation), _malformed(rl), _mixed(rl))
+    validation = [s for s in steps if s.kind == "validation"]
+    found = (_loss(sft), _reward(rl, validation, spreads), _malformed(rl), _mixed(rl))
     return tuple(chart for chart in found if chart)
 
 
@@ -97,13 +102,11 @@ def _loss(steps: Sequence[StepRecord]) -> Chart | None:
     return draw("SFT loss", note, series, top=max(p.y for p in raw), percent=False)
 
 
-def _reward(steps: Sequence[StepRecord], validation: Sequence[StepRecord]) -> Chart | None:
-    train = tuple(_with_interval(s, s.reward_mean, s.finished) for s in steps if s.reward_mean is not None)
-    held = tuple(
-        Point(s.step, s.metrics["pass_at_1"], s.metrics.get("ci_low"), s.metrics.get("ci_high")) for s in validation
-    )
+def _reward(steps: Sequence[StepRecord], validation: Sequence[StepRecord], spreads: Spreads) -> Chart | None:
+    train = _means(steps, spreads)
+    held = _means(validation, spreads)
     series = [Series("mean reward of the batch", "m-rl", train)] if train else []
-    series += [Series("pass@1 on validation tasks", "m-validation", held, "whiskers")] if held else []
+    series += [Series("validation tasks", "m-validation", held, "whiskers")] if held else []
     if not series:
         return None
     best = max(held, key=lambda p: p.y, default=None)
@@ -112,16 +115,17 @@ def _reward(steps: Sequence[StepRecord], validation: Sequence[StepRecord]) -> Ch
 
 
 def _malformed(steps: Sequence[StepRecord]) -> Chart | None:
-    points = tuple(_with_interval(s, s.metrics["malformed"], 0) for s in steps if "malformed" in s.metrics)
+    found = [(s, s.metrics["malformed_share"]) for s in steps if "malformed_share" in s.metrics and s.finished]
+    points = tuple(_point(s.step, share, wilson(share, s.finished)) for s, share in found)
     if not points:
         return None
-    top = max(0.1, max(p.y for p in points))
+    top = max(0.1, *(p.high or p.y for p in points))
     series = (Series("malformed share", "m-warn", points),)
-    return draw("Malformed tool calls", "share of calls that did not parse", series, top=top, percent=True)
+    return draw("Malformed tool calls", "share of rollouts with one", series, top=top, percent=True)
 
 
 def _mixed(steps: Sequence[StepRecord]) -> Chart | None:
-    mixed = tuple(Point(s.step, float(s.mixed_groups or s.metrics.get("mixed", 0))) for s in steps)
+    mixed = tuple(Point(s.step, float(s.mixed_groups)) for s in steps)
     groups = [len(s.group_sizes) for s in steps if s.group_sizes]
     if not mixed or not (groups or any(p.y for p in mixed)):
         return None
@@ -132,13 +136,23 @@ def _mixed(steps: Sequence[StepRecord]) -> Chart | None:
     )
 
 
-def _with_interval(step: StepRecord, value: float, n: int) -> Point:
+def _means(steps: Sequence[StepRecord], spreads: Spreads) -> tuple[Point, ...]:
+    found = [(s, s.metrics.get("pass_at_1", s.reward_mean)) for s in steps]
+    return tuple(_point(s.step, value, _interval(s, value, spreads)) for s, value in found if value is not None)
+
+
+def _point(x: float, y: float, interval: Interval) -> Point:
+    return Point(x, y, min(interval.low, y), max(interval.high, y))
+
+
+def _interval(step: StepRecord, value: float, spreads: Spreads) -> Interval:
     if "ci_low" in step.metrics and "ci_high" in step.metrics:
-        return Point(step.step, value, step.metrics["ci_low"], step.metrics["ci_high"])
-    if n and 0 <= value <= 1:
-        found = wilson(value, n)
-        return Point(step.step, value, found.low, found.high)
-    return Point(step.step, value)
+        return Interval(step.metrics["ci_low"], step.metrics["ci_high"])
+    purpose = Purpose.TRAIN if step.kind == "rl" else Purpose.VALIDATE
+    spread = spreads.get(Batch(step.run, purpose, step.weight_version))
+    if spread and spread.rollouts == step.finished:
+        return bootstrap_mean(spread.means, resamples=RESAMPLES)
+    return wilson(value, len(step.group_sizes) or step.finished)
 
 
 # -- geometry ------------------------------------------------------------------------------------------
@@ -179,15 +193,20 @@ class _Plane:
 
 def ticks(top: float, about: int = 4) -> tuple[float, ...]:
     """Round numbers from 0 to at least `top`, about `about` steps apart."""
-    raw = max(top, 1e-9) / about
+    if top <= 0:
+        return (0.0, 1.0)
+    raw = top / about
     unit = 10.0 ** math.floor(math.log10(raw))
     step = next(unit * m for m in (1, 2, 2.5, 5, 10) if unit * m >= raw * 0.999)
     return tuple(round(i * step, 10) for i in range(math.ceil(top / step - 1e-9) + 1))
 
 
 def _steps_shown(xs: Sequence[float]) -> list[float]:
-    every = math.ceil(len(xs) / 10)
-    return list(xs[::every])
+    """All of a few steps, the round ones of many."""
+    if len(xs) <= 12:
+        return list(xs)
+    every = max(1.0, ticks(xs[-1] - xs[0], 8)[1])
+    return [x for x in xs if x % every == 0]
 
 
 def _drawn(series: Series, plane: _Plane) -> Drawn:

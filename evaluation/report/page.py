@@ -60,7 +60,7 @@ def render(data: RunData, packed: Packed, without_tokenizer: Sequence[str] = ())
         families=tables.family_rows(data.results),
         families_apart=tables.family_rows(data.results, apart=True),
         matrix=tables.matrix(data.results),
-        charts=curves.charts(data.steps),
+        charts=curves.charts(data.steps, data.spreads),
         stages=ledger.stage_rows(data.stages),
         costs=ledger.costs(data.stages),
         index=inert_json([asdict(row) for row in packed.index]),

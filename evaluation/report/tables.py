@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 
 from evaluation.metrics import Difference, Interval, by_family, paired_difference
 from evaluation.report.collect import Evaluated
@@ -108,7 +109,7 @@ def model_rows(evaluated: Sequence[Evaluated], *, apart: bool = False) -> tuple[
                 label=item.label,
                 title=title_of(item.label),
                 tone=tone_of(item.label),
-                model=item.result.model.name,
+                model=PurePath(item.result.model.name).name,
                 summary=summary(item.result, apart=apart),
                 step=step_between(before, item, apart=apart) if before else None,
                 dropped=sum(dropped.values()),

@@ -6,11 +6,13 @@ text is what it adds to the decoded text before it, and a token that ends inside
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import parse_qs, urlsplit
 
 from rollout.config import Home
 from rollout.types import ModelRef
@@ -48,9 +50,10 @@ class Tokenizers:
     def pieces(self, model: ModelRef, ids: Sequence[int]) -> list[str]:
         if not ids:
             return []
-        if model.name not in self._loaded:
-            self._loaded[model.name] = self._load(model.name)
-        decoder = self._loaded[model.name]
+        name = writer_of(model)
+        if name not in self._loaded:
+            self._loaded[name] = self._load(name)
+        decoder = self._loaded[name]
         return pieces(decoder, ids) if decoder else [f"[{i}]" for i in ids]
 
     def _load(self, name: str) -> Decoder | None:
@@ -63,20 +66,36 @@ class Tokenizers:
             return None
 
 
+def writer_of(model: ModelRef) -> str:
+    """The model whose tokens these are; `scripted:oracle?student=NAME` writes with those of NAME."""
+    return parse_qs(urlsplit(model.name).query).get("student", [model.name])[0]
+
+
 @dataclass(frozen=True)
 class _Exact:
     """Decodes without dropping special tokens or tidying spaces."""
 
     tokenizer: Any
+    options: Mapping[str, bool]
 
     def decode(self, ids: list[int], /) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return str(self.tokenizer.decode(ids, **self.options))
 
 
 def load_tokenizer(folder: Path) -> Decoder:
-    """Raises OSError or ValueError when `folder` holds no tokenizer."""
+    """Raises OSError or ValueError when `folder` holds no tokenizer.
+
+    A `tokenizer.json` is read by `tokenizers` itself, in a fraction of the seconds that importing transformers takes.
+    """
     if not folder.is_dir():
         raise OSError(f"there is no folder {folder}")
+    if (folder / "tokenizer.json").exists():
+        from tokenizers import Tokenizer
+
+        text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+        json.loads(text)  # a broken file is a ValueError here, a bare Exception there
+        return _Exact(Tokenizer.from_str(text), {"skip_special_tokens": False})
     from transformers import AutoTokenizer
 
-    return _Exact(AutoTokenizer.from_pretrained(str(folder), local_files_only=True))
+    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    return _Exact(AutoTokenizer.from_pretrained(str(folder), local_files_only=True), options)

@@ -184,6 +184,7 @@ def ask(wire: Wire, config: Json, messages: list[Json]) -> Json:
         answer = json.loads(data)
         if status == 200:
             message: Json = answer["choices"][0]["message"]
+            message.get("tool_calls")  # raises for what is no object
             return message
         code = str(answer["error"].get("code"))
     except (ValueError, LookupError, TypeError, AttributeError) as error:

@@ -27,6 +27,7 @@ class CallContext:
     task_bundle: str
     call_index: int
     seed: int
+    """The rollout's, the same for all of its calls: call k samples with seed + k."""
 
 
 class Engine(Protocol):

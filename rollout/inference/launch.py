@@ -7,7 +7,6 @@ starting it twice. A pid counts only together with the process's start time.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from filelock import FileLock, Timeout
 
 from rollout.config import CODE_ROOT, Home
 from rollout.errors import EngineError
@@ -36,6 +36,7 @@ LEASE_S = 4 * 3600.0
 HEALTH_S = 5.0
 HEALTH_TRIES = 4
 STOP_S = 10.0
+LOCK_S = 60.0
 UPDATE_S = 600.0
 POLL_S = 0.1
 
@@ -70,29 +71,32 @@ def ensure_engine(
     on the way. Raises EngineError when it does not come up; the message ends with the tail of its log.
     """
     engine_id = engine_name(model, exclusive)
-    with _locked(store.home, engine_id):
-        reap_engines(store, keep=engine_id)
-        found = next((e for e in store.engines.all() if e.id == engine_id), None)
+    options = options or EngineOptions()
+    reap_engines(store, keep=engine_id)
+    with _locked(store.home, engine_id, options.start_s + LOCK_S):
+        found = _find(store, engine_id)
         if found is None or not _usable(found, str(path)):
             if found:
-                stop_engine(store, found.id)
+                _drop(store, found)
             wanted = EngineRecord(
                 id=engine_id, model=model, path=str(path), url="", pid=0, process_started=0.0, exclusive=exclusive
             )
-            found = _start(store.home, wanted, options or EngineOptions())
+            found = _start(store.home, wanted, options)
         record = found.model_copy(update={"lease_until": time.time() + lease_s})
         store.engines.put(record)
         return record
 
 
 def stop_engine(store: Store, engine_id: str) -> bool:
-    """Ends the engine's process (SIGTERM, then SIGKILL) and forgets it. False if there was none of that id."""
-    record = next((e for e in store.engines.all() if e.id == engine_id), None)
-    if record is None:
-        return False
-    _end(record)
-    store.engines.remove(engine_id)
-    return True
+    """Ends the engine's process (SIGTERM, then SIGKILL) and forgets it. False if there was none of that id.
+
+    Raises EngineError when another process is busy with it for longer than `LOCK_S`.
+    """
+    with _locked(store.home, engine_id, LOCK_S):
+        record = _find(store, engine_id)
+        if record:
+            _drop(store, record)
+        return record is not None
 
 
 def list_engines(store: Store) -> list[EngineRecord]:
@@ -102,13 +106,16 @@ def list_engines(store: Store) -> list[EngineRecord]:
 
 def reap_engines(store: Store, keep: str = "") -> list[str]:
     """Removes engines that died and stops those whose lease ran out, except `keep`; returns their ids."""
-    gone = [
-        e.id
-        for e in store.engines.all()
-        if e.id != keep and (not alive(e.pid, e.process_started) or e.lease_until < time.time())
-    ]
-    for engine_id in gone:
-        stop_engine(store, engine_id)
+    gone: list[str] = []
+    for engine_id in [e.id for e in store.engines.all() if e.id != keep and _is_over(e)]:
+        try:
+            with _locked(store.home, engine_id, 0.0):
+                record = _find(store, engine_id)
+                if record and _is_over(record):
+                    _drop(store, record)
+                    gone.append(engine_id)
+        except EngineError:  # somebody starts or ends it at this moment
+            continue
     return gone
 
 
@@ -125,7 +132,7 @@ def update_engine(store: Store, record: EngineRecord, path: str | Path, version:
         raise EngineError(f"the update of engine {record.id} got {error.code}: {text}") from error
     except OSError as error:
         raise EngineError(f"the update of engine {record.id} failed: {error}") from error
-    updated = record.model_copy(update={"version": version})
+    updated = (_find(store, record.id) or record).model_copy(update={"version": version})
     store.engines.put(updated)
     return updated
 
@@ -160,11 +167,30 @@ def _folder(home: Home) -> Path:
 
 
 @contextmanager
-def _locked(home: Home, engine_id: str) -> Iterator[None]:
-    """One process at a time looks at, starts or ends this engine."""
-    with (_folder(home) / f"{engine_id}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+def _locked(home: Home, engine_id: str, seconds: float) -> Iterator[None]:
+    """One process at a time looks at, starts or ends this engine. Raises EngineError after `seconds`."""
+    lock = FileLock(_folder(home) / f"{engine_id}.lock", timeout=seconds)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise EngineError(f"another process has been busy with engine {engine_id} for {seconds:.0f} s") from error
+    try:
         yield
+    finally:
+        lock.release()
+
+
+def _find(store: Store, engine_id: str) -> EngineRecord | None:
+    return next((e for e in store.engines.all() if e.id == engine_id), None)
+
+
+def _is_over(record: EngineRecord) -> bool:
+    return not alive(record.pid, record.process_started) or record.lease_until < time.time()
+
+
+def _drop(store: Store, record: EngineRecord) -> None:
+    _end(record)
+    store.engines.remove(record.id)
 
 
 def _usable(record: EngineRecord, path: str) -> bool:

@@ -7,6 +7,8 @@ add up to its unary form, because both come from the same cut.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rollout.errors import EngineError
 from rollout.inference.base import Chunk
 from rollout.proxy.dialects.base import Answer, Piece
@@ -26,7 +28,7 @@ class TextStream:
         self._done = 0
         """How many ids of the window have been given out; they stay as context for the next ones."""
 
-    def feed(self, ids: tuple[int, ...], *, last: bool = False) -> str:
+    def feed(self, ids: Sequence[int], *, last: bool = False) -> str:
         self._window.extend(ids)
         given = self._codec.decode(self._window[: self._done])
         text = self._codec.decode(self._window)
@@ -126,14 +128,15 @@ def _partial(text: str, mark: str) -> int:
 
 
 class Capture:
-    """Collects the chunks of one answer."""
+    """Collects the chunks of one answer. Without `stream` its text is read once, at the end."""
 
-    def __init__(self, codec: Codec, prompt: tuple[int, ...], *, tools: bool) -> None:
+    def __init__(self, codec: Codec, prompt: tuple[int, ...], *, tools: bool, stream: bool = True) -> None:
         self._codec = codec
         self._prompt = prompt
         self._text = TextStream(codec)
         self._split = Splitter(codec.call_mark if tools else "")
-        self._tools = tools
+        self._stream = stream
+        self._unread: list[int] = []
         self._parts: dict[str, list[str]] = {"content": [], "reasoning": []}
         self.ids: list[int] = []
         self.logprobs: list[float] | None = []
@@ -153,8 +156,12 @@ class Capture:
             self.logprobs.extend(chunk.logprobs)
         self._count(chunk)
         self.finish_reason = chunk.finish_reason
-        shown = tuple(self._codec.body(chunk.ids)) if chunk.finish_reason == "stop" else chunk.ids
-        return self._keep(self._split.feed(self._text.feed(shown, last=bool(chunk.finish_reason))))
+        self._unread.extend(self._codec.body(chunk.ids) if chunk.finish_reason == "stop" else chunk.ids)
+        if not (self._stream or chunk.finish_reason):
+            return []
+        text = self._text.feed(self._unread, last=bool(chunk.finish_reason))
+        self._unread = []
+        return self._keep(self._split.feed(text))
 
     def finish(self, call_id: str) -> tuple[Answer, list[Piece]]:
         """The answer, and the pieces that had been held back. Raises EngineError when the engine did not finish."""

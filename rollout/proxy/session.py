@@ -17,10 +17,11 @@ from typing import Any, Protocol
 
 from rollout.errors import ConfigError, FailureClass, InfrastructureError
 from rollout.inference.base import CallContext, Engine
+from rollout.proxy.codecs import Codecs
 from rollout.proxy.dialects.base import CallRequest, Refused
 from rollout.proxy.history import REACH, Prompt, Recorded, make_prompt
 from rollout.proxy.messages import load_message, without_ids
-from rollout.proxy.render import Codec, Codecs
+from rollout.proxy.render import Codec
 from rollout.store import Store
 from rollout.store.rollouts import hash_key
 from rollout.types import ModelCall, Rollout, Sampling

@@ -46,7 +46,9 @@ class Turn:
         self._session = session
         self._asked = asked
         self._admission = admission
-        self._capture = Capture(session.codec, admission.prompt.ids, tools=bool(asked.request.tools))
+        self._capture = Capture(
+            session.codec, admission.prompt.ids, tools=bool(asked.request.tools), stream=asked.request.stream
+        )
         self._started = time.time()
         head = Head(f"chatcmpl-{session.rollout.id}-{admission.index}", session.rollout.model.name, int(self._started))
         self._head = head

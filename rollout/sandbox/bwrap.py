@@ -4,6 +4,10 @@ Own user, pid, network, ipc and uts namespace; uid 1000; no capability; no furth
 /usr read-only, four generated files of /etc, /proc, a small /dev, a bounded /tmp, the sandbox's own writable
 directories, the mounts it was given, and the proxy's socket directory. Everything else of the root is read-only
 and empty. The *directory* of the socket is bound: a bound socket file refuses for ever once its server restarts.
+
+Started by root, uid 1000 is root's uid outside and owns what root owns. So /proc is read-only (its sysctls, such as
+core_pattern, ask for root's uid and for no capability), and the device nodes are the sandbox's own: with the
+host's a command could change the mode of the host's /dev/null.
 """
 
 from __future__ import annotations
@@ -41,6 +45,8 @@ ISOLATION = (
     "--cap-drop",
     "ALL",
 )
+DEVICES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9), "tty": (5, 0)}
+"""Name -> major and minor number (Linux, Documentation/admin-guide/devices.txt)."""
 HOST_ETC = ("/etc/alternatives", "/etc/ld.so.cache")
 """Links and tables that programs below /usr are found through."""
 
@@ -53,6 +59,8 @@ class Layout:
     """Host folder with the files of `ETC`."""
     writable: tuple[Mount, ...]
     readonly: tuple[Mount, ...] = ()
+    devices: Path | None = None
+    """Host folder with nodes of `DEVICES` for this sandbox alone; None: the host's."""
     proxy: Path | None = None
     tmp_bytes: int = 64 * 2**20
 
@@ -70,7 +78,11 @@ def options(layout: Layout, env: Mapping[str, str], cwd: str) -> tuple[str, ...]
         args += ["--ro-bind-try", path, path]
     args += ["--proc", "/proc", "--dev", "/dev"]
     size = ["--size", str(layout.tmp_bytes)]
-    args += [*size, "--tmpfs", "/dev/shm", "--remount-ro", "/dev", "--perms", "1777", *size, "--tmpfs", "/tmp"]
+    args += [*size, "--tmpfs", "/dev/shm", "--remount-ro", "/dev", "--remount-ro", "/proc"]
+    if layout.devices:
+        for name in DEVICES:
+            args += ["--dev-bind", str(layout.devices / name), f"/dev/{name}"]
+    args += ["--perms", "1777", *size, "--tmpfs", "/tmp"]
     for mount in layout.writable:
         args += ["--bind", str(mount.source), mount.target]
     for mount in layout.readonly:

@@ -16,6 +16,7 @@ import hashlib
 import os
 import resource
 import subprocess
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,7 @@ BWRAP_PIDS = 2
 BWRAP_MB = 4
 PROBE_S = 5.0
 PREFIX = "openforge-"
+_PROBING = threading.Lock()  # guards the probe: two at once would take each other for a host without cgroups
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,14 @@ class Plan:
     """Put before the command inside the sandbox."""
 
 
-@functools.cache
 def host_cgroups() -> Cgroups:
     """What this process may use, probed once by making a group and moving a child into it."""
+    with _PROBING:
+        return _probed()
+
+
+@functools.cache
+def _probed() -> Cgroups:
     found = detect(Path("/proc/self"))
     usable = tuple((name, parent) for name, parent in found.parents if _probe(parent))
     return Cgroups(found.version, usable) if any(name == "memory" for name, _ in usable) else Cgroups()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from base64 import b64decode, b64encode
@@ -52,6 +53,7 @@ class LocalSandbox:
         self._folder: Path | None = None
         self._runner: subprocess.Popen[bytes] | None = None
         self._gone = asyncio.Event()
+        self._making: asyncio.Future[None] | None = None
         self._pidfd = -1
 
     async def start(self, spec: SandboxSpec) -> None:
@@ -64,14 +66,18 @@ class LocalSandbox:
             raise SandboxError("; ".join(await asyncio.to_thread(check_local)))
         folder = folder_of(self._home, spec.id)
         key = self._hub.open(folder.name)
-        self._spec, self._folder = spec, folder
         try:
-            await asyncio.to_thread(self._prepare, spec, folder, key)
+            folder.mkdir(mode=0o700, parents=True)
+        except OSError as error:
+            self._hub.close(folder.name)
+            raise SandboxError(f"{folder} cannot be made ({error}): does a sandbox of this id run already?") from error
+        self._spec, self._folder = spec, folder
+        self._making = asyncio.ensure_future(asyncio.to_thread(self._prepare, spec, folder, key))
+        try:
+            await asyncio.shield(self._making)
         except (OSError, psutil.Error) as error:
             raise SandboxError(f"sandbox {spec.id} could not be made: {error}") from error
-        assert self._runner
-        self._pidfd = os.pidfd_open(self._runner.pid)
-        asyncio.get_running_loop().add_reader(self._pidfd, self._ended)
+        self._watch()
 
     async def run(self, command: Command) -> Completed:
         """Raises SandboxError when the sandbox is broken or gone."""
@@ -108,13 +114,15 @@ class LocalSandbox:
         folder, self._folder = self._folder, None
         if folder is None:
             return
+        if self._making and not self._making.done():  # a start that was cancelled still runs in its thread
+            await asyncio.wait([self._making], timeout=TRANSPORT_S)
         if self._runner and not self._gone.is_set():
+            self._watch()
             self._hub.tell(folder.name, {"kind": "stop"})
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._gone.wait(), STOP_S)
-            if not self._gone.is_set():
+            if not await self._ends():
                 self._runner.kill()
-                await asyncio.wait_for(self._gone.wait(), STOP_S)
+                if not await self._ends():
+                    raise SandboxError(f"the runner of {folder.name} (pid {self._runner.pid}) cannot be killed")
         self._hub.close(folder.name)
         await asyncio.to_thread(self._clean, folder)
 
@@ -122,15 +130,10 @@ class LocalSandbox:
 
     def _prepare(self, spec: SandboxSpec, folder: Path, key: str) -> None:
         bwrap_etc(self._home)
-        try:
-            folder.mkdir(mode=0o700, parents=True)
-        except FileExistsError as error:
-            self._folder = None  # another's: not ours to remove
-            self._hub.close(folder.name)
-            raise SandboxError(f"{folder} exists: a sandbox of this id runs, or was left behind") from error
         roots = _roots(folder)
         for name in ("workspace", "logs/agent", "logs/verifier", "logs/artifacts"):
             (folder / "root" / name).mkdir(parents=True)
+        make_devices(folder / "dev")
         for path in spec.files:
             root, _ = roots.split(path)
             roots.folders[root].mkdir(exist_ok=True)
@@ -174,6 +177,7 @@ class LocalSandbox:
             etc=bwrap_etc(self._home),
             writable=tuple(shown),
             readonly=spec.mounts,
+            devices=folder / "dev" if (folder / "dev").exists() else None,
             proxy=spec.proxy,
             tmp_bytes=spec.resources.disk_mb * 2**20,
         )
@@ -191,6 +195,17 @@ class LocalSandbox:
             mends = "; ".join(await asyncio.to_thread(check_local)) if "bubblewrap" in result["error"] else ""
             raise SandboxError(f"{folder.name}: {result['error']}" + (f" ({mends})" if mends else ""))
         return result
+
+    def _watch(self) -> None:
+        if self._runner and self._pidfd < 0:
+            self._pidfd = os.pidfd_open(self._runner.pid)
+            asyncio.get_running_loop().add_reader(self._pidfd, self._ended)
+
+    async def _ends(self) -> bool:
+        """Whether the runner is gone within STOP_S."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._gone.wait(), STOP_S)
+        return self._gone.is_set()
 
     def _ended(self) -> None:
         """The runner's process is gone: reap it, and fail what waits for it."""
@@ -220,6 +235,20 @@ def bwrap_etc(home: Home) -> Path:
         except OSError:  # another thread was first
             shutil.rmtree(part)
     return folder
+
+
+def make_devices(folder: Path) -> None:
+    """Device nodes of a sandbox's own, where root starts it and the disk allows them (see `bwrap`)."""
+    if os.geteuid() != 0:
+        return
+    folder.mkdir(mode=0o755)
+    try:
+        for name, (major, minor) in bwrap.DEVICES.items():
+            os.mknod(folder / name, stat.S_IFCHR | 0o666, os.makedev(major, minor))
+            (folder / name).chmod(0o666)
+        os.close(os.open(folder / "null", os.O_WRONLY))
+    except PermissionError:  # no CAP_MKNOD, or a file system mounted nodev
+        shutil.rmtree(folder)
 
 
 def _run_op(command: Command, plan: limits.Plan, spec: SandboxSpec, layout: bwrap.Layout) -> dict[str, Any]:

@@ -4,6 +4,7 @@
         state.json    owner and runner: pid + start time; the cgroups of its commands
         runner.json   where the runner connects, and its key (0600)
         runner.log    what the runner had to say
+        dev/          device nodes, where root starts it
         root/         workspace logs tests solution harness: the writable directories
 
 A pid alone is never trusted: it is killed only when its start time is the recorded one.

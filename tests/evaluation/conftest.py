@@ -2,256 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from evaluation_fakes import APART, FAMILIES, Sampler, save_tokenizer
 
 from rollout.config import Home, open_home
-from rollout.errors import FailureClass
 from rollout.store import Store, open_store
 from rollout.types import (
-    Failure,
     HistoryMode,
-    ModelCall,
     ModelRef,
-    Provenance,
     Purpose,
     ResultRecord,
     Rollout,
-    RolloutState,
     Sampling,
-    Split,
     StageRecord,
     StepRecord,
     TaskSpec,
-    Verdict,
-    VersionSpan,
 )
-
-FAMILIES = ("address-changed", "meeting-moved", "note-as-asked", "ticket-merged")
-APART = "invoice-replaced"
-SYSTEM = "You are an assistant with tools. Use them when needed, then answer in one sentence."
-TOOLS = {
-    "get_ticket": "Look a ticket up; shows the id that is in force now.",
-    "close_ticket": "Close a ticket.",
-    "get_contact": "Look a person up; shows the address that is in force now.",
-    "send_mail": "Send a mail.",
-    "get_event": "Look a meeting up; shows its time now.",
-    "book_room": "Book a room at a time.",
-    "add_note": "Add a note to a ticket.",
-    "get_invoice": "Look an invoice up; shows the one that replaced it.",
-    "pay_invoice": "Pay an invoice.",
-}
-STORIES = {
-    "ticket-merged": (
-        "Close ticket {a} and tell me when it is done.",
-        "get_ticket",
-        "close_ticket",
-        "Ticket {b} is closed.",
-    ),
-    "address-changed": (
-        "Mail person {a} that the order has shipped.",
-        "get_contact",
-        "send_mail",
-        "The mail to {b} is sent.",
-    ),
-    "meeting-moved": ("Book a room for meeting {a}.", "get_event", "book_room", "The room is booked for {b}."),
-    "note-as-asked": (
-        "Add the note 'call back' to ticket {a}.",
-        "get_ticket",
-        "add_note",
-        "The note is on ticket {a}.",
-    ),
-    APART: ("Pay invoice {a}.", "get_invoice", "pay_invoice", "Invoice {b} is paid."),
-}
-SPECIAL = ["<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"]
-
-
-@dataclass(frozen=True)
-class Scene:
-    """One answer of the model: plain text, or a tool call and its result."""
-
-    text: str = ""
-    tool: str = ""
-    arguments: dict[str, Any] = field(default_factory=dict)
-    result: str = ""
-
-    def raw(self) -> str:
-        if not self.tool:
-            return f"{self.text}<|im_end|>"
-        body = json.dumps({"name": self.tool, "arguments": self.arguments}, ensure_ascii=False)
-        return f"<tool_call>\n{body}\n</tool_call><|im_end|>"
-
-    def answer(self) -> dict[str, Any]:
-        if not self.tool:
-            return {"role": "assistant", "content": self.text}
-        function = {"name": self.tool, "arguments": json.dumps(self.arguments)}
-        return {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [{"id": "c", "type": "function", "function": function}],
-        }
-
-
-def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """A byte-level BPE with Qwen3's control tokens, learnt from a few lines."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s"), "isolated"),
-            pre_tokenizers.ByteLevel(False, use_regex=False),
-        ]
-    )
-    bpe.decoder = decoders.ByteLevel()
-    lines = [
-        story[0] + story[3] + json.dumps({"name": name, "arguments": {"id": 1}})
-        for story in STORIES.values()
-        for name in TOOLS
-    ]
-    trainer = trainers.BpeTrainer(
-        vocab_size=700,
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(lines, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", additional_special_tokens=SPECIAL)
-    fast.save_pretrained(folder)
-    return fast
-
-
-class Sampler:
-    """Builds rollouts and their calls. Its randomness comes from one seed."""
-
-    def __init__(self, store: Store, tokenizer: PreTrainedTokenizerFast, seed: int = 7) -> None:
-        self.store = store
-        self.tokenizer = tokenizer
-        self.rng = random.Random(seed)
-        self.calls: list[ModelCall] = []
-
-    def task(self, family: str, number: int) -> TaskSpec:
-        return TaskSpec(
-            id=f"{family}-{number:03d}",
-            split=Split.HELDOUT,
-            instruction=STORIES[family][0].format(a=4100 + number),
-            bundle=f"/tasks/{family}-{number:03d}",
-            digest="0" * 64,
-            provenance=Provenance(author="procedural", family=family),
-        )
-
-    def rollout(self, task: TaskSpec, run: str, model: ModelRef, trial: int, skill: float, purpose: Purpose) -> Rollout:
-        """A finished rollout: `skill` is its chance to pass. About 1 % end without a verdict."""
-        passed = self.rng.random() < skill
-        scenes = self._scenes(task, model, passed)
-        dropped = purpose is Purpose.EVAL and self.rng.random() < 0.008
-        started = 1_764_500_000.0 + trial * 3
-        rollout = Rollout(
-            id=f"{run}-{task.id}-{trial}",
-            run=run,
-            task_id=task.id,
-            group_id=f"{run}-{task.id}",
-            start_index=trial,
-            model=model,
-            purpose=purpose,
-            task=task,
-            state=RolloutState.TIMED_OUT if dropped else RolloutState.SUCCEEDED,
-            failure=Failure(kind=FailureClass.TIMEOUT, phase="agent", message="still running after 90 s")
-            if dropped
-            else None,
-            verdict=None if dropped else self._verdict(passed),
-            created=started,
-            started=started,
-            ended=started + 1.2 * len(scenes) + self.rng.random(),
-            end_reason="token_cap" if model.name == "smollm2" and not passed and trial == 1 else "",
-        )
-        self.calls += self._calls(rollout, scenes)
-        return rollout
-
-    def save(self, rollouts: Sequence[Rollout]) -> None:
-        self.store.rollouts.enqueue(rollouts)
-
-        async def append() -> None:
-            await asyncio.gather(*(self.store.calls.append(c) for c in self.calls))
-
-        asyncio.run(append())
-        for call in self.calls:
-            self.store.rollouts.note_call(call.rollout_id, len(call.completion_ids), 0)
-        self.calls = []
-        self.store.rollouts.cancel(ids=["nothing"])  # waits for the queued notes
-
-    def _verdict(self, passed: bool) -> Verdict:
-        says = "the state is as asked" if passed else "the action went to an id that is not in force any more"
-        return Verdict(
-            reward=float(passed),
-            passed=passed,
-            explanation=says,
-            criteria={"end state": float(passed), "final text": 1.0},
-        )
-
-    def _scenes(self, task: TaskSpec, model: ModelRef, passed: bool) -> list[Scene]:
-        _, look, act, final = STORIES[task.provenance.family]
-        a = 4100 + int(task.id[-3:])
-        b = a + 37
-        if model.name == "smollm2" and not passed:
-            return [
-                Scene(
-                    text="I'm happy to help! Here's a simple way to do that. First, open your account and look for the naïve settings page 🙂"
-                )
-            ]
-        needless = task.provenance.family == "note-as-asked"
-        target = a if needless == passed else b
-        scenes = [
-            Scene(tool=act, arguments={"id": target}, result='{"ok": true}'),
-            Scene(text=final.format(a=a, b=target)),
-        ]
-        if passed != needless:
-            scenes.insert(
-                0, Scene(tool=look, arguments={"id": a}, result=json.dumps({"id": a, "now": b, "state": "merged"}))
-            )
-        return scenes
-
-    def _calls(self, rollout: Rollout, scenes: list[Scene]) -> list[ModelCall]:
-        history: list[dict[str, Any]] = [
-            {"role": "system", "content": SYSTEM},
-            {"role": "user", "content": rollout.task.instruction},
-        ]
-        specs = tuple({"type": "function", "function": {"name": n, "description": d}} for n, d in TOOLS.items())
-        out = []
-        for index, scene in enumerate(scenes):
-            scripted = rollout.model.name.startswith("scripted")
-            ids = () if scripted else tuple(self.tokenizer.encode(scene.raw(), add_special_tokens=False))
-            out.append(
-                ModelCall(
-                    rollout_id=rollout.id,
-                    index=index,
-                    messages=(*history, scene.answer()),
-                    tools=specs,
-                    prompt_ids=(1, 2, 3),
-                    completion_ids=ids,
-                    logprobs=None if scripted else tuple(self._logprob(rollout) for _ in ids),
-                    finish_reason="tool_calls" if scene.tool else "stop",
-                    versions=(VersionSpan(version=0, tokens=len(ids)),) if ids else (),
-                    delivered=True,
-                    latency=0.4 + self.rng.random(),
-                )
-            )
-            history.append(scene.answer())
-            if scene.tool:
-                history.append({"role": "tool", "tool_call_id": "c", "content": scene.result})
-        return out
-
-    def _logprob(self, rollout: Rollout) -> float:
-        wild = 0.9 if rollout.model.name == "smollm2" else 0.12
-        return -abs(self.rng.gauss(0, 1.2)) if self.rng.random() < wild else -abs(self.rng.gauss(0, 0.02))
-
 
 SKILL = {
     "base": dict.fromkeys((*FAMILIES, APART), 0.03),
@@ -271,13 +41,20 @@ def fill(store: Store, home: Home, per_family: int) -> None:
     tasks += [sampler.task(APART, i) for i in range(max(2, per_family // 2))]
     for label, name in names.items():
         _evaluation(sampler, label, ModelRef(name=name, digest=label * 4), tasks)
-    oracle = ModelRef(name="scripted:oracle")
-    taught = [sampler.rollout(t, "demo-distill", oracle, i, 0.6, Purpose.TEACHER) for t in tasks[:20] for i in range(2)]
+    oracle = ModelRef(name="scripted:oracle?student=smollm2&lazy=0.8")
+    taught = [sampler.rollout(t, "demo", oracle, i, 0.6, Purpose.TEACHER) for t in tasks[:20] for i in range(2)]
     sampler.save(taught)
     for stage in stage_records():
         store.records.put(stage, run="demo", key=stage.stage)
-    for step in step_records():
-        store.records.put(step, run="demo", key=f"{step.kind}-{step.step:05d}")
+    steps = step_records()
+    trained = train_rollouts(sampler, [s for s in steps if s.kind == "rl"])
+    store.rollouts.enqueue(trained)
+    for rollout in trained:
+        store.rollouts.note_call(rollout.id, 40, rollout.weight_version)
+    for step in steps:
+        rewards = [r.verdict.reward for r in trained if r.verdict and r.weight_version == step.weight_version]
+        mean = {"reward_mean": sum(rewards) / len(rewards)} if step.kind == "rl" else {}
+        store.records.put(step.model_copy(update=mean), run="demo", key=f"{step.kind}-{step.step:05d}")
 
 
 def _evaluation(sampler: Sampler, label: str, model: ModelRef, tasks: Sequence[TaskSpec]) -> None:
@@ -356,22 +133,47 @@ def step_records() -> list[StepRecord]:
         )
         for i in range(1, 65)
     ]
-    rl = []
-    checks = []
-    for i in range(1, 11):
-        reward = min(0.98, 0.6 + 0.036 * i + rng.gauss(0, 0.05))
-        malformed = {"malformed": abs(rng.gauss(0.012, 0.01)), "mixed": float(max(1, 7 - i // 2))}
-        rl.append(
-            StepRecord(
-                run="demo", kind="rl", step=i, weight_version=i, started=64, finished=64, group_sizes=(8,) * 8,
-                mixed_groups=max(1, 7 - i // 2), samples=160, tokens=4870, reward_mean=reward, metrics=malformed, seconds=21.0,
-            )
-        )  # fmt: skip
-        if i % 2 == 0:
-            p = min(0.95, 0.63 + 0.03 * i)
-            bounds = {"pass_at_1": p, "ci_low": p - 0.07, "ci_high": min(1.0, p + 0.06)}
-            checks.append(StepRecord(run="demo", kind="validation", step=i, metrics=bounds))
-    return [*sft, *rl, *checks]
+    return [*sft, *[_rl_step(i, rng) for i in range(10)], *[_validation(i) for i in range(0, 11, 2)]]
+
+
+def _rl_step(i: int, rng: random.Random) -> StepRecord:
+    return StepRecord(
+        run="demo",
+        kind="rl",
+        step=i,
+        weight_version=i,
+        started=64,
+        finished=64,
+        group_sizes=(8,) * 8,
+        mixed_groups=max(1, 7 - i // 2),
+        samples=160,
+        tokens=4870,
+        reward_mean=min(0.98, 0.6 + 0.036 * i + rng.gauss(0, 0.04)),
+        metrics={"malformed_share": round(64 * abs(rng.gauss(0.012, 0.01))) / 64},
+        seconds=21.0,
+    )
+
+
+def _validation(i: int) -> StepRecord:
+    p = min(0.95, 0.63 + 0.03 * i)
+    bounds = {"ci_low": p - 0.07, "ci_high": min(1.0, p + 0.06)}
+    return StepRecord(run="demo", kind="validation", step=i, finished=72, reward_mean=p, metrics=bounds)
+
+
+def train_rollouts(sampler: Sampler, steps: Sequence[StepRecord]) -> list[Rollout]:
+    """Rollouts, without their calls, of each RL step, with about the mean reward that the step has."""
+    tasks = [sampler.task(FAMILIES[g % 4], 500 + g) for g in range(8)]
+    model = ModelRef(name="smollm2")
+    made = [
+        sampler.rollout(task, f"demo-s{s.step:04d}", model, i, s.reward_mean or 0, Purpose.TRAIN).model_copy(
+            update={"run": "demo", "weight_version": s.weight_version}
+        )
+        for s in steps
+        for task in tasks
+        for i in range(8)
+    ]
+    sampler.calls = []
+    return made
 
 
 @pytest.fixture

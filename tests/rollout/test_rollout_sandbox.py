@@ -19,7 +19,7 @@ from rollout_servers import Hosted, hosted
 
 from rollout.config import Home, open_home
 from rollout.errors import SandboxError
-from rollout.sandbox import limits, tree
+from rollout.sandbox import bwrap, limits, tree
 from rollout.sandbox.base import Command, Completed, Mount, SandboxSpec
 from rollout.sandbox.limits import Cgroups
 from rollout.sandbox.local import LocalSandbox, check_local, reap
@@ -96,13 +96,19 @@ P
     find / -name runner.json -o -name state.json 2>/dev/null | grep -v ^/proc
     grep -c . /proc/net/route
     touch /x /usr/x /etc/x /dev/x /run/x 2>/dev/null && echo LEAK
-    echo 1 > /proc/sys/kernel/hostname 2>/dev/null && echo LEAK
-    echo h > /proc/sysrq-trigger 2>/dev/null && echo LEAK
+    for path in /proc/sys/kernel/core_pattern /proc/sys/kernel/hostname /proc/sysrq-trigger /proc/sys/vm/drop_caches; do
+        [ -w $path ] && echo "LEAK $path"
+    done
+    echo sandbox > /proc/sys/kernel/hostname 2>/dev/null && echo LEAK
+    for path in null zero full random urandom tty; do chmod 644 /dev/$path; done 2> /workspace/said
+    echo x > /dev/null || echo "LEAK null is broken"
     unshare -U true 2>/dev/null && echo LEAK
     mount -t tmpfs x /tmp 2>/dev/null && echo LEAK
     grep CapEff /proc/self/status; grep NoNewPrivs /proc/self/status; ls /proc | grep -c '^[0-9]'; hostname
     """
+    modes = [Path("/dev", name).stat().st_mode for name in bwrap.DEVICES]
     done = run(home, script)
+    assert modes == [Path("/dev", name).stat().st_mode for name in bwrap.DEVICES], "the host's device nodes changed"
     text = done.stdout.decode()
     assert "LEAK" not in text
     assert text.split()[:4] == ["['lo']", "1", "CapEff:", "0000000000000000"]
@@ -364,7 +370,7 @@ def names(tar: bytes) -> list[str]:
 def test_files_outside_the_writable_directories_are_refused(home: Home) -> None:
     async def main(path: str) -> None:
         async with hosted(home) as host:
-            with pytest.raises(SandboxError, match="outside|folder"):
+            with pytest.raises(SandboxError, match=r"outside|folder"):
                 async with host.sandbox(spec(files={path: b"x"})):
                     pass
 
@@ -403,7 +409,9 @@ def test_killing_the_runner_kills_the_agents_tree(home: Home) -> None:
             with pytest.raises(SandboxError, match="runner ended with -9"):
                 await task
             end = time.monotonic() + 5
-            while time.monotonic() < end and any(psutil.pid_exists(pid) for pid in inside):
+            for _ in range(100):
+                if time.monotonic() > end or not any(psutil.pid_exists(pid) for pid in inside):
+                    break
                 await asyncio.sleep(0.05)
             assert not [pid for pid in inside if psutil.pid_exists(pid)]
             with pytest.raises(SandboxError, match="gone"):
@@ -427,7 +435,7 @@ async def found(needle: str) -> list[int]:
 
 
 def left(home: Home) -> list[str]:
-    return [p.name for p in home.sandboxes.iterdir() if not p.name.startswith(".")]
+    return [p.name for p in home.sandboxes.glob("[!.]*")]
 
 
 def test_stop_ends_a_running_command_and_may_be_called_again(home: Home) -> None:
@@ -441,7 +449,7 @@ def test_stop_ends_a_running_command_and_may_be_called_again(home: Home) -> None
             began = time.monotonic()
             await sandbox.stop()
             await sandbox.stop()
-            with pytest.raises(SandboxError, match="stopped|ended"):
+            with pytest.raises(SandboxError, match=r"stopped|ended"):
                 await task
             return time.monotonic() - began
 
@@ -462,16 +470,22 @@ def test_a_runner_survives_a_restarted_server_and_redelivers(home: Home) -> None
 
 
 def test_a_wrong_key_is_refused_and_an_unknown_sandbox_ends_its_runner(home: Home) -> None:
-    async def main() -> int | None:
-        async with hosted(home) as host:
-            async with host.sandbox(spec()) as sandbox:
-                assert await host.status("s1", "Bearer wrong") == 401
-                assert await host.status("s1", "") == 401
-                assert await host.status("s2", "Bearer x") == 404
-                host.hub.close("s1")
-                return await asyncio.wait_for(asyncio.to_thread(sandbox._runner.wait), 25)  # type: ignore[union-attr]
+    async def main() -> None:
+        async with hosted(home) as host, host.sandbox(spec()) as sandbox:
+            assert await host.status("s1", "Bearer wrong") == 401
+            assert await host.status("s1", "") == 401
+            assert await host.status("s2", "Bearer x") == 404
+            await sandbox.run(bash("true"))
+            pid = State.model_validate_json((folder_of(home, "s1") / "state.json").read_text()).runner.pid
+            host.hub.close("s1")
+            for _ in range(250):
+                if not psutil.pid_exists(pid):
+                    break
+                await asyncio.sleep(0.1)
+            with pytest.raises(SandboxError, match="no longer knows"):
+                await sandbox.run(bash("true"))
 
-    assert asyncio.run(main()) == 3
+    asyncio.run(main())
 
 
 def test_bug_52_sandboxes_of_a_dead_owner_are_reaped_and_those_of_a_live_one_kept(home: Home) -> None:
@@ -534,6 +548,28 @@ def test_the_same_id_twice_is_refused_and_the_first_goes_on(home: Home) -> None:
             return (await first.run(bash("echo still"))).stdout
 
     assert asyncio.run(main()) == b"still\n"
+
+
+def test_a_start_that_is_cancelled_leaves_nothing(home: Home) -> None:
+    async def main() -> None:
+        async with hosted(home) as host:
+            for wait in (0.0, 0.001, 0.003, 0.01):
+                sandbox = host.make()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(sandbox.start(spec()), wait)
+                await sandbox.stop()
+                assert not left(home)
+
+    before = set(psutil.Process().children())
+    asyncio.run(main())
+    assert set(psutil.Process().children()) == before
+
+
+def test_a_folder_left_behind_is_not_reused(home: Home) -> None:
+    (home.sandboxes / "s1").mkdir(parents=True)
+    with pytest.raises(SandboxError, match="run already"):
+        run(home, "true")
+    assert left(home) == ["s1"]
 
 
 def test_a_task_that_needs_its_image_is_refused(home: Home) -> None:
@@ -627,8 +663,8 @@ async def main():
         async with host.sandbox(SandboxSpec(id="u", resources=Resources(pids=20, memory_mb=256))) as sandbox:
             run = lambda script: sandbox.run(Command(("bash", "-c", script), timeout=20))
             forks = await run("for i in $(seq 40); do sleep 3 & done; wait")
-            out = await run("echo hi > /workspace/f; chmod 0 /workspace/f; id -u; mkdir /workspace/d; chmod 0 /workspace/d")
-            return {"uid": os.getuid(), "out": out.stdout.decode(), "forks": forks.stderr.decode(), "limit": forks.limit}
+            out = await run("cd /workspace; echo hi > f; chmod 0 f; id -u; mkdir d; chmod 0 d")
+            return {"uid": os.getuid(), "out": out.stdout.decode(), "forks": forks.stderr.decode()}
 
 print(json.dumps({"problems": check_local(), **asyncio.run(main())}))
 """
@@ -650,7 +686,13 @@ def test_it_works_for_an_unprivileged_user(tmp_path_factory: pytest.TempPathFact
             "HOME": folder,
         }
         for python in (sys.executable, "/usr/bin/python3"):
-            probe = [*drop, python, "-c", "import pydantic, uvicorn, psutil"]
+            probe = [
+                *drop,
+                python,
+                "-c",
+                "import os, subprocess, sys, pydantic, uvicorn, psutil; "
+                "subprocess.run([os.path.realpath(sys.executable), '-c', ''], check=True)",
+            ]
             with suppress(OSError):
                 if subprocess.run(probe, env=env, cwd="/tmp", capture_output=True, timeout=60).returncode == 0:
                     break

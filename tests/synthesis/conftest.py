@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from rollout.config import open_home
-from rollout.errors import FailureClass
+from rollout.errors import FailureClass, VerifierError
 from rollout.processes import serve_file, write_pid_file
 from rollout.services import ServiceHost
 from rollout.store import Store, open_store
 from rollout.types import Failure, Rollout, RolloutState, Verdict
-from synthesis.checks import VerifierProblem, run_verifier
+from synthesis.checks import run_verifier
 from synthesis.config import Checks, Counts, SynthConfig
 from synthesis.ledger import Ledger
 from synthesis.play import Played, parse_plan, play
@@ -51,22 +51,23 @@ class FakeServe:
                 time.sleep(0.02)
 
     def _end(self, rollout: Rollout) -> None:
-        broken = self.breaks(rollout)
-        verdict = None
-        if broken is None:
-            try:
-                reward = run_verifier(Path(rollout.task.bundle), self._play(rollout))
-                verdict = Verdict(reward=reward, passed=reward == 1.0)
-            except VerifierProblem as error:
-                broken = FailureClass.VERIFIER
-                message = str(error)
-        if verdict:
-            for state in (RolloutState.RUNNING, RolloutState.VERIFYING):
-                rollout = self._advance(rollout, state=state)
-            self.store.rollouts.note_call(rollout.id, 7, None)
-            self._advance(rollout, state=RolloutState.SUCCEEDED, verdict=verdict, ended=time.time())
+        kind = self.breaks(rollout)
+        if kind:
+            self._fail(rollout, kind, "boom")
             return
-        failure = Failure(kind=broken or FailureClass.VERIFIER, message=message if broken == "verifier" else "boom")
+        try:
+            reward = run_verifier(Path(rollout.task.bundle), self._play(rollout))
+        except VerifierError as error:
+            self._fail(rollout, FailureClass.VERIFIER, str(error))
+            return
+        self.store.rollouts.note_call(rollout.id, 7, None)
+        for state in (RolloutState.RUNNING, RolloutState.VERIFYING):
+            rollout = self._advance(rollout, state=state)
+        verdict = Verdict(reward=reward, passed=reward == 1.0)
+        self._advance(rollout, state=RolloutState.SUCCEEDED, verdict=verdict, ended=time.time())
+
+    def _fail(self, rollout: Rollout, kind: FailureClass, message: str) -> None:
+        failure = Failure(kind=kind, message=message)
         self._advance(rollout, state=RolloutState.FAILED, failure=failure, ended=time.time())
 
     def _advance(self, rollout: Rollout, **changes: Any) -> Rollout:
@@ -129,7 +130,7 @@ def serve(store: Store, tmp_path: Path) -> Iterator[FakeServe]:
 
 @pytest.fixture
 def config() -> SynthConfig:
-    """Small: 8 + 4 + 4 + 4 + 2 tasks, each check once."""
+    """Small: 8 + 4 + 4 + 4 + 2 tasks, all checks."""
     return SynthConfig(
         batch="b",
         counts=Counts(sft=8, rl=4, validation=4, heldout=4, heldout_family=2),
@@ -138,3 +139,10 @@ def config() -> SynthConfig:
         oversample=1.5,
         deadline_s=60.0,
     )
+
+
+@pytest.fixture
+def small(config: SynthConfig) -> SynthConfig:
+    """Four RL tasks, one of each family."""
+    counts = Counts(sft=0, rl=4, validation=0, heldout=0, heldout_family=0)
+    return config.model_copy(update={"counts": counts, "checks": Checks(determinism_runs=1)})

@@ -14,7 +14,12 @@ from training.advantage import Scored, by_group, group_advantages, mixed, trajec
 
 def sample(rollout: str, group: str = "g") -> TrainingSample:
     return TrainingSample(
-        token_ids=(1, 2), mask=(False, True), logprobs=(0.0, -1.0), weight=(0.0, 1.0), rollout_id=rollout, group_id=group
+        token_ids=(1, 2),
+        mask=(False, True),
+        logprobs=(0.0, -1.0),
+        weight=(0.0, 1.0),
+        rollout_id=rollout,
+        group_id=group,
     )
 
 

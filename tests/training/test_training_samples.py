@@ -96,7 +96,8 @@ def test_two_answers_to_one_prompt_are_both_trained() -> None:
 def test_a_left_out_call_stays_as_context_of_the_next_one() -> None:
     title = call(1, [1, 2, 3], [7, 8], tag=CallTag.TITLE)
     rows = merged_samples(
-        trajectory(call(0, [1, 2], [3]), title, call(2, [1, 2, 3, 7, 8], [9])), SampleRules(tags=frozenset({CallTag.MAIN}))
+        trajectory(call(0, [1, 2], [3]), title, call(2, [1, 2, 3, 7, 8], [9])),
+        SampleRules(tags=frozenset({CallTag.MAIN})),
     )
     assert [r.mask for r in rows] == [(False, False, True, False, False, True)]
 
@@ -143,7 +144,12 @@ def test_bug_32_a_row_without_trained_tokens_is_never_made() -> None:
     rows = merged_samples(trajectory(drifted, later))
     assert split_calls(trajectory(drifted, later)).dropped == {"undelivered": 1}
     assert all(any(r.mask) for r in rows)
-    assert merged_samples(trajectory(drifted, later.model_copy(update={"delivered": False, "failure": None}), end_reason="x")) == []
+    assert (
+        merged_samples(
+            trajectory(drifted, later.model_copy(update={"delivered": False, "failure": None}), end_reason="x")
+        )
+        == []
+    )
 
 
 @st.composite
@@ -169,7 +175,12 @@ def test_both_modes_train_each_sampled_token_exactly_once(history: Trajectory, w
     rules = SampleRules(weighting=weighting)  # type: ignore[arg-type]
     kept = split_calls(history, rules).kept
     expected = sorted(
-        (c.prompt_ids + c.completion_ids[:k], c.completion_ids[k], c.logprobs[k], 1.0 if weighting == "token" else 1 / len(c.completion_ids))
+        (
+            c.prompt_ids + c.completion_ids[:k],
+            c.completion_ids[k],
+            c.logprobs[k],
+            1.0 if weighting == "token" else 1 / len(c.completion_ids),
+        )
         for c in kept
         for k in range(len(c.completion_ids))
         if c.logprobs is not None

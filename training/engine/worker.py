@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from rollout.errors import EngineError
+from rollout.errors import ConfigError, EngineError
 from training.engine.batcher import Batcher, Event, Request
 
 log = logging.getLogger(__name__)
@@ -109,8 +109,11 @@ class EngineWorker:
         def change(batcher: Batcher) -> None:
             try:
                 batcher.update(path, version)
+            except ConfigError as unfit:
+                done.set_exception(unfit)
             except Exception as error:
-                done.set_exception(error)
+                done.set_exception(EngineError(f"the update failed half way: {error}"))
+                raise
             else:
                 done.set_result(None)
 

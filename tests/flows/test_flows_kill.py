@@ -1,0 +1,117 @@
+"""kill -9 of flow process, worker, serve and engine, each at a random recorded call of the pipeline.
+
+What was killed is started again; afterwards the tables equal those of a run that nobody disturbed: no accepted
+task, finished rollout or delivered call is lost or done twice.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sqlite3
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from rollout.config import open_home
+from rollout.store import open_store
+
+if TYPE_CHECKING:
+    from conftest import Up
+
+VICTIMS = ("flow", "serve", "engine", "worker")
+SEED = random.SystemRandom().randrange(10**6)
+
+pytestmark = [
+    pytest.mark.prefect,
+    pytest.mark.kill,
+    pytest.mark.sandbox,
+    pytest.mark.model,
+    pytest.mark.timeout(900),
+]
+
+
+def sql(up: Up, file: str, query: str) -> list[tuple[Any, ...]]:
+    db = sqlite3.connect(f"file:{up.home / file}?mode=ro", uri=True, timeout=30)
+    try:
+        return db.execute(query).fetchall()
+    finally:
+        db.close()
+
+
+def recorded_calls(up: Up) -> int:
+    with suppress(sqlite3.OperationalError):
+        return int(sql(up, "calls.db", "select count(*) from calls")[0][0])
+    return 0
+
+
+def victim_pids(up: Up, name: str) -> list[int]:
+    if name == "engine":
+        store = open_store(open_home(up.home))
+        try:
+            return [e.pid for e in store.engines.all() if psutil.pid_exists(e.pid)]
+        finally:
+            store.close()
+    if name == "serve":
+        return [int(up.facts("serve")["pid"])]
+    worker = int(up.facts("up")["children"]["worker"]["pid"])
+    if name == "worker":
+        return [worker]
+    return [p.pid for p in psutil.Process(worker).children(recursive=True) if "prefect.engine" in " ".join(p.cmdline())]
+
+
+def kill_at(up: Up, name: str, calls: int, run_id: str) -> bool:
+    """Kills the victim once `calls` calls are recorded; False if the run ended before."""
+    while recorded_calls(up) < calls:
+        if up.state(run_id) in ("COMPLETED", "FAILED", "CRASHED"):
+            return False
+        time.sleep(0.05)
+    pids: list[int] = up.until(lambda: victim_pids(up, name), 120)
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return True
+
+
+def tables(up: Up) -> dict[str, list[tuple[Any, ...]]]:
+    """What must not depend on who was killed when."""
+    last = (
+        "select coalesce(retry_of, id) as root, state, purpose from rollouts r where not exists "
+        "(select 1 from rollouts n where n.retry_of = coalesce(r.retry_of, r.id) and n.created > r.created) order by 1"
+    )
+    return {
+        "accepted": sql(up, "ledger.db", "select id, state from proposals order by id"),
+        "rollouts": sql(up, "rollouts.db", last),
+        "records": sql(
+            up, "rollouts.db", "select kind, run, key from records where kind != 'StepRecord' order by 1, 2, 3"
+        ),
+    }
+
+
+def test_a_pipeline_that_is_killed_everywhere_ends_like_one_that_is_not(up: Up, second_up: Up) -> None:
+    undisturbed = up.start("pipeline/claw")
+    assert up.ended(undisturbed, 400) == "COMPLETED"
+    total = recorded_calls(up)
+    chance = random.Random(SEED)
+    marks = sorted(chance.sample(range(5, max(10, int(total * 0.7))), len(VICTIMS)))
+    order = chance.sample(VICTIMS, len(VICTIMS))
+    told = f"seed {SEED}: {list(zip(order, marks, strict=True))}"
+
+    run_id = second_up.start("pipeline/claw")
+    for name, mark in zip(order, marks, strict=True):
+        assert kill_at(second_up, name, mark, run_id), told
+        if name in ("flow", "worker"):
+            time.sleep(3.0)
+            run_id = second_up.start("pipeline/claw")
+    assert second_up.ended(run_id, 500) == "COMPLETED", told
+    assert tables(second_up) == tables(up), told
+    twice = (
+        "select coalesce(retry_of, id), count(*) from rollouts where state = 'succeeded' group by 1 having count(*) > 1"
+    )
+    assert sql(second_up, "rollouts.db", twice) == [], told
+    again = "select rollout_id, [index], count(*) from calls group by 1, 2 having count(*) > 1"
+    assert sql(second_up, "calls.db", again) == [], told

@@ -1,0 +1,117 @@
+"""Killed, cancelled and lost: rows 74, 75, 76, 78, 79 of the known faults of systems of this kind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Up
+
+
+def long_run(name: str, seed: int) -> dict[str, Any]:
+    """Parameters of a synthesis that takes about half a minute."""
+    overrides = {"synth.counts.rl": 24, "synth.counts.validation": 24, "synth.seed": seed}
+    return {"params": {"preset": "smoke", "run": name, "overrides": overrides}}
+
+
+LONG = long_run("long", seed=5)
+pytestmark = [
+    pytest.mark.prefect,
+    pytest.mark.kill,
+    pytest.mark.sandbox,
+    pytest.mark.model,
+    pytest.mark.timeout(420),
+]
+
+
+def flow_processes(up: Up) -> list[psutil.Process]:
+    """Processes below the worker that run a flow."""
+    worker = up.facts("up")["children"]["worker"]["pid"]
+    return [p for p in psutil.Process(worker).children(recursive=True) if "prefect.engine" in _line(p)]
+
+
+def _line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def _children(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [child for p in processes for child in p.children(recursive=True)]
+
+
+@pytest.fixture
+def running(up: Up) -> Iterator[str]:
+    """A run of synth that is in the middle of its trial."""
+    run_id = up.start("synth/claw", LONG)
+    up.until(lambda: up.state(run_id) == "RUNNING")
+    yield run_id
+    up.ended(run_id, 200)
+
+
+def test_killed_flow_and_worker_rerun_completes(up: Up) -> None:
+    """Row 79: the worker is started again; a new run goes on where the killed one was."""
+    body = {
+        "params": {**LONG["params"], "run": "killed", "overrides": {**LONG["params"]["overrides"], "synth.seed": 6}}
+    }
+    run_id = up.start("synth/claw", body)
+    up.until(lambda: up.state(run_id) == "RUNNING")
+    own = up.until(lambda: flow_processes(up))
+    worker = up.facts("up")["children"]["worker"]["pid"]
+    time.sleep(1.0)
+    for pid in (worker, *(p.pid for p in own)):
+        os.kill(pid, signal.SIGKILL)
+    up.until(lambda: up.facts("up")["children"].get("worker", {}).get("pid") not in (None, worker), 60)
+    again = up.start("synth/claw", body)
+    up.killed = run_id
+    assert up.ended(again, 300) == "COMPLETED"
+
+
+def test_cancelled_flow_leaves_nothing_of_its_own_and_serve_goes_on(up: Up, running: str) -> None:
+    """Row 76."""
+    own = up.until(lambda: flow_processes(up))
+    serve = up.facts("serve")["pid"]
+    assert up.prefect("flow-run", "cancel", running).returncode == 0
+    assert up.ended(running, 90) == "CANCELLED"
+    up.until(lambda: not any(p.is_running() for p in own), 30)
+    assert not [c for c in _children([psutil.Process(os.getpid())]) if "training." in _line(c)]
+    assert up.facts("serve")["pid"] == serve
+    assert psutil.pid_exists(serve)
+    again = up.start("synth/claw", LONG)
+    assert up.ended(again, 300) == "COMPLETED"
+
+
+def test_killed_serve_and_server_are_started_again_and_a_run_completes(up: Up) -> None:
+    """Rows 78 and 79: our store decides what is done, so that a restart repeats nothing."""
+    facts = up.facts("up")["children"]
+    for name in ("serve", "server"):
+        os.kill(facts[name]["pid"], signal.SIGKILL)
+    up.until(lambda: {n: up.facts("up")["children"].get(n, {}).get("pid") for n in ("serve", "server")}, 10)
+
+    def back() -> bool:
+        now = up.facts("up")["children"]
+        return all(now.get(n, {}).get("pid") not in (None, facts[n]["pid"]) for n in ("serve", "server"))
+
+    up.until(back, 60)
+    up.until(lambda: "healthy" in up.openforge("status").stdout, 120)
+    assert up.ended(up.start("propose/claw"), 240) == "COMPLETED"
+
+
+def test_many_task_runs_at_once_lose_nothing(up: Up) -> None:
+    """Row 75: items are rollouts in our store, not Prefect tasks; four stages at once lock nothing."""
+    runs = [up.start("prune/claw") for _ in range(4)]
+    assert {up.ended(run, 240) for run in runs} == {"COMPLETED"}
+
+
+def test_the_watchdog_has_marked_the_killed_flow_as_crashed(up: Up) -> None:
+    """Row 74: heartbeats that stopped end the run. Last, because it takes three of them."""
+    assert up.killed, "needs the run that the first test of this file killed"
+    assert up.ended(up.killed, 180) == "CRASHED"

@@ -1,0 +1,41 @@
+"""Fixtures of the rollout tests. Those of the proxy and the engine clients begin with `proxy_`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from proxy_fakes import FakeEngine, Stage, save_codec, staged
+
+from rollout.config import open_home
+from rollout.proxy.codecs import load_codec
+from rollout.proxy.render import Codec
+
+Staged = Callable[..., AbstractAsyncContextManager[Stage]]
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+@pytest.fixture(scope="session")
+def proxy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder without weights, of the Qwen3 family."""
+    return save_codec(tmp_path_factory.mktemp("proxy") / "student")
+
+
+@pytest.fixture(scope="session")
+def proxy_codec(proxy_folder: Path) -> Codec:
+    return load_codec(proxy_folder, "qwen3")
+
+
+@pytest.fixture
+def proxy_stage(tmp_path: Path, proxy_folder: Path) -> Staged:
+    """`async with proxy_stage() as stage`: proxy, engine and store of one home; again for a restarted proxy."""
+
+    @asynccontextmanager
+    async def make(engine: FakeEngine | None = None) -> AsyncIterator[Stage]:
+        async with staged(open_home(tmp_path / "home"), proxy_folder, engine) as stage:
+            yield stage
+
+    return make

@@ -1,0 +1,179 @@
+"""Engine processes: started once, found again, replaced when dead, updated with their key, ended with their lease."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from filelock import FileLock
+
+from rollout.config import open_home
+from rollout.errors import EngineError
+from rollout.inference.launch import (
+    EngineOptions,
+    engine_name,
+    ensure_engine,
+    healthy,
+    list_engines,
+    read_key,
+    reap_engines,
+    stop_engine,
+    update_engine,
+)
+from rollout.processes import alive
+from rollout.store import Store, open_store
+
+PROGRAM = """
+import argparse, http.server, json, os, pathlib, sys
+p = argparse.ArgumentParser()
+for name in ("--model", "--port", "--port-file", "--slots", "--max-len"):
+    p.add_argument(name)
+a = p.parse_args()
+if a.model.endswith("broken"):
+    print("no weights here")
+    sys.exit(3)
+class H(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.reply(200)
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["content-length"]))
+        ok = self.headers.get("authorization") == "Bearer " + os.environ["OPENFORGE_ENGINE_KEY"]
+        pathlib.Path(a.model + ".update").write_bytes(body)
+        self.reply(200 if ok else 401)
+    def reply(self, status):
+        self.send_response(status); self.send_header("content-length", "2"); self.end_headers(); self.wfile.write(b"{}")
+    def log_message(self, *_):
+        pass
+s = http.server.ThreadingHTTPServer(("127.0.0.1", 0), H)
+pathlib.Path(a.port_file).write_text(str(s.server_address[1]))
+s.serve_forever()
+"""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = open_store(open_home(tmp_path / "home"))
+    yield opened
+    for engine in opened.engines.all():
+        stop_engine(opened, engine.id)
+    opened.close()
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> EngineOptions:
+    (tmp_path / "engine.py").write_text(PROGRAM)
+    return EngineOptions(start_s=20, program=(sys.executable, str(tmp_path / "engine.py")))
+
+
+def test_an_engine_is_started_once_and_found_again(store: Store, options: EngineOptions) -> None:
+    one = ensure_engine(store, "m", "/models/m", options=options)
+    assert healthy(one.url)
+    assert alive(one.pid, one.process_started)
+    assert os.getsid(one.pid) == one.pid, "it lives on when its starter's session ends"
+    two = ensure_engine(store, "m", "/models/m", lease_s=50, options=options)
+    assert (two.id, two.pid, two.url) == (one.id, one.pid, one.url)
+    assert two.lease_until < one.lease_until
+    assert list_engines(store) == [two]
+    assert store.engines.route("m", "any") == two
+
+
+def test_two_starters_at_once_start_one(store: Store, options: EngineOptions) -> None:
+    found: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(ensure_engine(store, "m", "/models/m", options=options).pid))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 4
+    assert len(set(found)) == 1
+
+
+def test_a_killed_engine_is_started_again_under_its_id(store: Store, options: EngineOptions) -> None:
+    one = ensure_engine(store, "m", "/models/m", options=options)
+    psutil.Process(one.pid).kill()
+    two = ensure_engine(store, "m", "/models/m", options=options)
+    assert two.id == one.id
+    assert two.pid != one.pid
+    assert read_key(store.home, one.id) == read_key(store.home, two.id) != ""
+
+
+def test_a_recycled_pid_is_not_the_engine(store: Store, options: EngineOptions) -> None:
+    one = ensure_engine(store, "m", "/models/m", options=options)
+    store.engines.put(one.model_copy(update={"pid": os.getpid()}))
+    assert list_engines(store) == []
+    assert stop_engine(store, one.id), "and this process was not ended in its place"
+    psutil.Process(one.pid).kill()
+
+
+def test_another_folder_under_the_name_replaces_it(store: Store, options: EngineOptions) -> None:
+    one = ensure_engine(store, "m", "/models/m", options=options)
+    two = ensure_engine(store, "m", "/models/other", options=options)
+    assert two.id == one.id
+    assert two.path == "/models/other"
+    assert not alive(one.pid, one.process_started)
+
+
+def test_an_exclusive_engine_is_another_one(store: Store, options: EngineOptions) -> None:
+    shared = ensure_engine(store, "m", "/models/m", options=options)
+    mine = ensure_engine(store, "m", "/models/m", exclusive="rl-1", options=options)
+    assert mine.id != shared.id
+    assert store.engines.route("m", "rl-1") == mine
+    assert store.engines.route("m", "eval") == shared
+
+
+def test_an_engine_that_does_not_start_shows_its_log(store: Store, options: EngineOptions) -> None:
+    with pytest.raises(EngineError, match=r"(?s)ended with 3.*no weights here"):
+        ensure_engine(store, "m", "/models/broken", options=options)
+    assert store.engines.all() == []
+
+
+def test_the_key_is_private_and_lets_weights_be_updated(store: Store, options: EngineOptions, tmp_path: Path) -> None:
+    record = ensure_engine(store, "m", tmp_path / "m", options=options)
+    file = store.home.run / "engines" / f"{record.id}.key"
+    assert file.stat().st_mode & 0o777 == 0o600
+    updated = update_engine(store, record, "/weights/3", 3)
+    assert (updated.version, store.engines.all()[0].version) == (3, 3)
+    assert (tmp_path / "m.update").read_text() == '{"path": "/weights/3", "version": 3}'
+    file.write_text("wrong")
+    with pytest.raises(EngineError, match="401"):
+        update_engine(store, record, "/weights/4", 4)
+    assert store.engines.all()[0].version == 3
+
+
+def test_ended_and_expired_engines_are_reaped(store: Store, options: EngineOptions) -> None:
+    expired = ensure_engine(store, "old", "/models/old", lease_s=0.0, options=options)
+    dead = ensure_engine(store, "dead", "/models/dead", options=options)
+    assert not alive(expired.pid, expired.process_started), "making another one reaps it"
+    psutil.Process(dead.pid).kill()
+    time.sleep(0.2)
+    assert reap_engines(store) == [dead.id]
+    assert store.engines.all() == []
+
+
+def test_an_engine_that_somebody_is_busy_with_is_not_reaped(store: Store, options: EngineOptions) -> None:
+    record = ensure_engine(store, "m", "/models/m", lease_s=0.0, options=options)
+    with FileLock(store.home.run / "engines" / f"{record.id}.lock"):
+        assert reap_engines(store) == []
+        assert alive(record.pid, record.process_started)
+    assert reap_engines(store) == [record.id]
+
+
+def test_stopping_twice_is_safe(store: Store, options: EngineOptions) -> None:
+    record = ensure_engine(store, "m", "/models/m", options=options)
+    assert stop_engine(store, record.id)
+    assert not stop_engine(store, record.id)
+    assert not alive(record.pid, record.process_started)
+
+
+def test_names_are_stable_and_apart() -> None:
+    assert engine_name("smollm2") == engine_name("smollm2")
+    assert len({engine_name("a/m"), engine_name("b/m"), engine_name("a/m", "x")}) == 3
