@@ -91,9 +91,15 @@ class Cancelled(RolloutError):
 
 
 def classify(error: BaseException) -> FailureClass:
-    """Failure class of any exception that ended a rollout; what nobody typed is infrastructure."""
+    """Failure class of any exception that ended a rollout; what nobody typed is infrastructure.
+
+    A ConfigError (a bundle without the script asked for, an unknown harness) is a harness failure: trying again
+    cannot help.
+    """
     if isinstance(error, RolloutError):
         return error.failure
+    if isinstance(error, ConfigError):
+        return FailureClass.HARNESS
     if isinstance(error, TimeoutError):
         return FailureClass.TIMEOUT
     if isinstance(error, asyncio.CancelledError):

@@ -19,7 +19,16 @@ from pathlib import Path
 from typing import TypeVar
 
 from rollout.config import Home
-from rollout.errors import Cancelled, FailureClass, InfrastructureError, PhaseTimeout, PolicyEnd, classify
+from rollout.errors import (
+    Cancelled,
+    FailureClass,
+    HarnessError,
+    InfrastructureError,
+    PhaseTimeout,
+    PolicyEnd,
+    RolloutError,
+    classify,
+)
 from rollout.harness import make_harness
 from rollout.harness.base import Endpoint, Harness, Launch
 from rollout.harness.solution import PREFIX
@@ -78,7 +87,7 @@ class _Run:
     async def start(self) -> None:
         rollout, task = self.rollout, self.task
         self.harness = make_harness(rollout.harness)
-        self.ctx.services.open(rollout.id, read_seeds(task))
+        self.ctx.services.open(rollout.id, read_seeds(task), tools=task.tools)
         phase = "solution" if rollout.harness.startswith(PREFIX) else "agent"
         key = self.ctx.store.rollouts.issue_key(rollout.id, phase)
         self.launch = self.harness.launch(rollout, task, Endpoint(SOCKET, f"/rollouts/{rollout.id}", key))
@@ -88,6 +97,7 @@ class _Run:
             mounts=self.launch.mounts,
             proxy=self.ctx.home.run / "proxy",
             files={**workspace_files(task), **self.launch.files},
+            needs_image=task.needs_image,
         )
         self.sandbox = self.ctx.make_sandbox()
         await deadline(self.sandbox.start(spec), task.timeouts.setup, "setup")
@@ -109,6 +119,8 @@ class _Run:
                 self.harness.check(completed, stored.end_reason if stored else "")
             except PolicyEnd as end:
                 self._note(str(end))
+            except HarnessError as error:
+                raise self._cause(error) from error
         else:
             self._note(completed.limit)
         return completed
@@ -142,6 +154,14 @@ class _Run:
         self.ctx.services.close(self.rollout.id)
         if self.sandbox:
             await self.sandbox.stop()
+
+    def _cause(self, error: HarnessError) -> RolloutError:
+        """A harness that gave up on our own broken model call is no harness failure."""
+        calls = self.ctx.store.calls.of(self.rollout.id)
+        last = calls[-1].failure if calls else None
+        if last is not None and last.kind is FailureClass.INFRASTRUCTURE:
+            return InfrastructureError(f"a model call failed: {last.message}")
+        return error
 
     def _note(self, reason: str) -> None:
         self.ctx.store.rollouts.note_end(self.rollout.id, reason)

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, nullcontext, suppress
 from pathlib import Path
+from typing import Literal
 
 import uvicorn
 from starlette.applications import Starlette
@@ -72,8 +73,8 @@ def _tcp(port: int) -> socket.socket:
     return sock
 
 
-def _server(app: Starlette) -> _Server:
-    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on", timeout_keep_alive=120)
+def _server(app: Starlette, lifespan: Literal["on", "off"]) -> _Server:
+    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan=lifespan, timeout_keep_alive=120)
     config.load()
     return _Server(config)
 
@@ -87,7 +88,7 @@ async def serve(home: Home, *, port: int = 0, concurrency: int = CONCURRENCY, id
     ctx = Context(store, services, lambda: LocalSandbox(hub, home), proxy.state.sessions.forget)
     reap(home)
     orchestrator = Orchestrator(ctx, concurrency)
-    servers = [_server(proxy), _server(create_hub(hub))]
+    servers = [_server(proxy, "on"), _server(create_hub(hub), "off")]
     tcp = _tcp(port)
     unix = _listener(home.run / "proxy" / "proxy.sock")
     runner = _listener(home.run / "runner" / "runner.sock")
