@@ -22,6 +22,8 @@ from training.dataset import SftRow, read_manifest, read_rows
 from training.models import ENTRY, ModelEntry, resolve_model
 
 STAGE = "sft"
+SHARED_PREFIX = 0.7
+"""Share of the shortest row over which rows of one batch agree: system turn and tools, not the instruction."""
 START_S = 120.0
 """Extra time of the child for imports, loading and saving."""
 
@@ -85,8 +87,8 @@ def _record(store: Store, run: str, rows: Sequence[SftRow], seconds: float, path
 def plan_rows(rows: Sequence[SftRow], config: SftConfig) -> list[SftRow]:
     """The rows in the order in which they are trained: step k takes the k-th `batch` of them.
 
-    Each epoch has an order of its own. `grouped` fills batches inside one family as far as they go, and shuffles
-    the batches.
+    Each epoch has an order of its own. `grouped` fills batches with rows of one family that begin alike (the same
+    tools) as far as they go, and shuffles the batches.
     """
     wanted = max(1, round(len(rows) * config.epochs))
     if config.max_steps:
@@ -104,9 +106,10 @@ def _epoch(rows: Sequence[SftRow], config: SftConfig, chance: random.Random) -> 
     chance.shuffle(order)
     if config.batching == "mixed":
         return order
-    families: dict[str, list[SftRow]] = {}
+    shared = int(SHARED_PREFIX * min(len(row.token_ids) for row in rows))
+    families: dict[tuple[str, tuple[int, ...]], list[SftRow]] = {}
     for row in order:
-        families.setdefault(row.family, []).append(row)
+        families.setdefault((row.family, tuple(row.token_ids[:shared])), []).append(row)
     batches, rest = [], []
     for members in families.values():
         whole = len(members) - len(members) % config.batch
