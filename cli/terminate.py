@@ -13,6 +13,9 @@ import psutil
 
 from rollout.processes import alive
 
+KILL_S = 10.0
+"""Longest wait for the kernel to end what was killed."""
+
 
 def descendants(pid: int) -> list[psutil.Process]:
     try:
@@ -50,3 +53,4 @@ def _kill_rest(pid: int, process_started: float, family: Sequence[psutil.Process
     for process in family:
         with suppress(psutil.NoSuchProcess):
             process.kill()
+    psutil.wait_procs(family, timeout=KILL_S)
