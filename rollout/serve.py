@@ -37,7 +37,7 @@ from rollout.services.host import ServiceHost
 from rollout.store import open_store
 
 log = logging.getLogger(__name__)
-CONCURRENCY = 48
+CONCURRENCY = 32
 
 
 class _Server(uvicorn.Server):

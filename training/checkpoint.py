@@ -8,9 +8,10 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".index.json", ".gguf")
 OWN = ("config.json", "openforge.json")

@@ -12,7 +12,10 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +33,8 @@ RendererName = Literal["qwen3", "default"]
 
 ENTRY = "openforge.json"
 LOCK_S = 300.0
+CONVERT_S = 600.0
+"""Longest conversion of a built-in model, in seconds."""
 IDENTITY = ("*.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 QWEN3_MARKS = ("<tool_call>", "<tool_response>", "<|im_start|>", "<think>")
 
@@ -75,9 +80,7 @@ def add_model(home: Home, source: str, name: str | None = None, progress: Progre
         with tempfile.TemporaryDirectory(prefix=f".{chosen}-", dir=home.models) as part:
             folder = Path(part) / chosen
             if builtin:
-                from training.smollm2 import convert_smollm2, make_tiny
-
-                (convert_smollm2 if source == "smollm2" else make_tiny)(folder, progress)
+                _make_builtin(source, folder, progress)
                 renderer: RendererName = "qwen3"
             else:
                 renderer = _copy(Path(source), folder, progress)
@@ -89,6 +92,28 @@ def add_model(home: Home, source: str, name: str | None = None, progress: Progre
             folder.rename(target)
             progress("digest", 1, 1)
     return read_entry(target)
+
+
+def _make_builtin(source: str, folder: Path, progress: Progress) -> None:
+    """Runs `training.smollm2` in a process of its own, so that a flow never holds torch in its memory."""
+    command = [sys.executable, "-m", "training.smollm2", source, str(folder)]
+    with tempfile.TemporaryFile("w+") as errors:
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True)
+        killer = threading.Timer(CONVERT_S, child.kill)
+        killer.start()
+        try:
+            assert child.stdout is not None
+            for line in child.stdout:
+                progress(*json.loads(line))
+            code = child.wait()
+        finally:
+            killer.cancel()
+            child.kill()
+            child.wait()
+        errors.seek(0)
+        told = errors.read().strip()
+    if code:
+        raise ConfigError(f"model {source} could not be made (exit code {code}): {told[-2000:]}")
 
 
 def list_models(home: Home) -> list[ModelEntry]:

@@ -8,6 +8,8 @@ a row of its own, of usual length, that points where `<|im_start|>` and the piec
 from __future__ import annotations
 
 import importlib.util
+import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,3 +133,18 @@ def _dequantized() -> dict[str, object]:
 
     config = getattr(transformers, "GgufConfig", None)
     return {"quantization_config": config(dequantize=True)} if config else {}
+
+
+def main(source: str, folder: Path) -> int:
+    """Makes a built-in model; each progress event is one JSON line on stdout, an error one line on stderr."""
+    make = convert_smollm2 if source == "smollm2" else make_tiny
+    try:
+        make(folder, lambda label, done, total: print(json.dumps([label, done, total]), flush=True))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2])))

@@ -45,7 +45,7 @@ POLL_S = 0.1
 class EngineOptions:
     """How an engine is started, where none runs yet."""
 
-    slots: int = 64
+    slots: int = 32
     """Requests that run at once."""
     max_len: int = 0
     """Longest prompt + completion in tokens; 0 is the model's own limit."""
