@@ -57,7 +57,7 @@ def running(up: Up) -> Iterator[str]:
     up.ended(run_id, 200)
 
 
-def test_killed_flow_and_worker_rerun_completes(up: Up) -> None:
+def test_bug_79_killed_flow_and_worker_rerun_completes(up: Up) -> None:
     """Row 79: the worker is started again; a new run goes on where the killed one was."""
     body = {
         "params": {**LONG["params"], "run": "killed", "overrides": {**LONG["params"]["overrides"], "synth.seed": 6}}
@@ -75,7 +75,7 @@ def test_killed_flow_and_worker_rerun_completes(up: Up) -> None:
     assert up.ended(again, 300) == "COMPLETED"
 
 
-def test_cancelled_flow_leaves_nothing_of_its_own_and_serve_goes_on(up: Up, running: str) -> None:
+def test_bug_76_a_cancelled_flow_leaves_nothing_of_its_own_and_serve_goes_on(up: Up, running: str) -> None:
     """Row 76."""
     own = up.until(lambda: flow_processes(up))
     serve = up.facts("serve")["pid"]
@@ -89,7 +89,7 @@ def test_cancelled_flow_leaves_nothing_of_its_own_and_serve_goes_on(up: Up, runn
     assert up.ended(again, 300) == "COMPLETED"
 
 
-def test_killed_serve_and_server_are_started_again_and_a_run_completes(up: Up) -> None:
+def test_bug_78_79_killed_serve_and_server_are_started_again_and_a_run_completes(up: Up) -> None:
     """Rows 78 and 79: our store decides what is done, so that a restart repeats nothing."""
     facts = up.facts("up")["children"]
     for name in ("serve", "server"):
@@ -105,13 +105,13 @@ def test_killed_serve_and_server_are_started_again_and_a_run_completes(up: Up) -
     assert up.ended(up.start("propose/claw"), 240) == "COMPLETED"
 
 
-def test_many_task_runs_at_once_lose_nothing(up: Up) -> None:
+def test_bug_75_many_task_runs_at_once_lose_nothing(up: Up) -> None:
     """Row 75: items are rollouts in our store, not Prefect tasks; four stages at once lock nothing."""
     runs = [up.start("prune/claw") for _ in range(4)]
     assert {up.ended(run, 240) for run in runs} == {"COMPLETED"}
 
 
-def test_the_watchdog_has_marked_the_killed_flow_as_crashed(up: Up) -> None:
+def test_bug_74_the_watchdog_has_marked_the_killed_flow_as_crashed(up: Up) -> None:
     """Row 74: heartbeats that stopped end the run. Last, because it takes three of them."""
     assert up.killed, "needs the run that the first test of this file killed"
     assert up.ended(up.killed, 180) == "CRASHED"
