@@ -81,6 +81,7 @@ class Family:
     lookup: str
     action: str
     decoys: tuple[str, ...]
+    """Writes of no use; never the action of another family, so that families do not undo each other in training."""
     verbs: tuple[str, ...]
     """Words for the action."""
     noun: str
@@ -110,7 +111,7 @@ FAMILIES = (
         services=("helpdesk", "mail"),
         lookup="get_ticket",
         action="reply_ticket",
-        decoys=("close_ticket", "mail_contact"),
+        decoys=("close_ticket",),
         verbs=("reply", "answer"),
         noun="ticket",
         condition=("merged",),
@@ -126,7 +127,7 @@ FAMILIES = (
         services=("contacts", "mail"),
         lookup="get_contact",
         action="mail_contact",
-        decoys=("pin_contact", "reply_ticket"),
+        decoys=("pin_contact",),
         verbs=("mail", "write"),
         noun="contact",
         condition=("replaced",),
@@ -142,7 +143,7 @@ FAMILIES = (
         services=("mail", "calendar"),
         lookup="get_notice",
         action="confirm_slot",
-        decoys=("cancel_slot", "reply_ticket"),
+        decoys=("cancel_slot",),
         verbs=("confirm", "confirmation"),
         noun="slot",
         condition=("moved",),
@@ -158,7 +159,7 @@ FAMILIES = (
         services=("contacts", "helpdesk"),
         lookup="get_contact",
         action="add_note",
-        decoys=("pin_contact", "close_ticket"),
+        decoys=("close_ticket",),
         verbs=("note",),
         noun="contact",
         condition=("replaced",),
@@ -177,7 +178,7 @@ HELDOUT_FAMILIES = (
         services=("calendar", "helpdesk"),
         lookup="get_room",
         action="book_room",
-        decoys=("cancel_slot", "close_ticket"),
+        decoys=("cancel_slot",),
         verbs=("book", "booking"),
         noun="room",
         condition=("replaced",),

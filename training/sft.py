@@ -10,7 +10,7 @@ import random
 import shutil
 import time
 from collections.abc import Sequence
-from itertools import count
+from itertools import count, zip_longest
 from pathlib import Path
 
 from rollout.store import Store
@@ -88,7 +88,7 @@ def plan_rows(rows: Sequence[SftRow], config: SftConfig) -> list[SftRow]:
     """The rows in the order in which they are trained: step k takes the k-th `batch` of them.
 
     Each epoch has an order of its own. `grouped` fills batches with rows of one family that begin alike (the same
-    tools) as far as they go, and shuffles the batches.
+    tools) as far as they go, and takes a batch of each kind in turn: a run of one family would undo the others.
     """
     wanted = max(1, round(len(rows) * config.epochs))
     if config.max_steps:
@@ -110,10 +110,12 @@ def _epoch(rows: Sequence[SftRow], config: SftConfig, chance: random.Random) -> 
     families: dict[tuple[str, tuple[int, ...]], list[SftRow]] = {}
     for row in order:
         families.setdefault((row.family, tuple(row.token_ids[:shared])), []).append(row)
-    batches, rest = [], []
+    queues: list[list[list[SftRow]]] = []
+    rest: list[SftRow] = []
     for members in families.values():
         whole = len(members) - len(members) % config.batch
-        batches += [members[at : at + config.batch] for at in range(0, whole, config.batch)]
+        queues.append([members[at : at + config.batch] for at in range(0, whole, config.batch)])
         rest += members[whole:]
-    chance.shuffle(batches)
+    chance.shuffle(queues)
+    batches = [batch for turn in zip_longest(*queues) for batch in turn if batch is not None]
     return [row for batch in batches for row in batch] + rest
