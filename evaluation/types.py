@@ -7,7 +7,7 @@ from pydantic import Field
 from rollout.types import Limits, Record, Sampling
 
 K = 3
-"""The k of the headline columns pass@k and pass^k (paper.md section 10)."""
+"""The k of the headline columns pass@k and pass^k (the paper's tables 4 and 5)."""
 
 
 class EvalConfig(Record):

@@ -6,15 +6,12 @@ from prefect import flow
 
 from rollout.types import StageRecord
 from tasks import synthesis
-from tasks.hooks import release
 from tasks.params import StageParams
 
 
 @flow(
     name="build",
     description="Writes each selected proposal as a task bundle: instruction, services, verifier, solutions",
-    on_cancellation=[release],
-    on_crashed=[release],
 )
 def build(params: StageParams = StageParams()) -> StageRecord:
     """Writes each selected proposal as a task bundle: instruction, services, verifier, solutions."""

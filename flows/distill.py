@@ -6,15 +6,12 @@ from prefect import flow
 
 from rollout.types import StageRecord
 from tasks import training
-from tasks.hooks import release
 from tasks.params import StageParams
 
 
 @flow(
     name="distill",
     description="Rolls the teacher out, keeps its successes, writes the SFT dataset",
-    on_cancellation=[release],
-    on_crashed=[release],
 )
 def distill(params: StageParams = StageParams()) -> StageRecord:
     """Rolls the teacher out, keeps its successes, writes the SFT dataset."""

@@ -6,15 +6,12 @@ from prefect import flow
 
 from rollout.types import ResultRecord
 from tasks import evaluation
-from tasks.hooks import release
 from tasks.params import EvalParams
 
 
 @flow(
     name="eval",
     description="Evaluates a model of the run on the held-out tasks: pass@1, pass@3, pass^3 with intervals",
-    on_cancellation=[release],
-    on_crashed=[release],
 )
 def eval(params: EvalParams = EvalParams()) -> ResultRecord:
     """Evaluates a model of the run on the held-out tasks."""

@@ -20,6 +20,7 @@ from tasks.params import StageParams
     description="The whole chain: synth, eval, distill, sft, eval, rl, eval, report",
     on_cancellation=[release],
     on_crashed=[release],
+    on_failure=[release],
 )
 def pipeline(params: StageParams = StageParams()) -> StageRecord:
     """The whole chain; synthesis is left out when a folder of tasks is given."""

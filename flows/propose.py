@@ -6,15 +6,12 @@ from prefect import flow
 
 from rollout.types import StageRecord
 from tasks import synthesis
-from tasks.hooks import release
 from tasks.params import StageParams
 
 
 @flow(
     name="propose",
     description="Drafts tasks into the ledger, for `prune` to choose from",
-    on_cancellation=[release],
-    on_crashed=[release],
 )
 def propose(params: StageParams = StageParams()) -> StageRecord:
     """Drafts tasks into the ledger, for `prune` to choose from."""

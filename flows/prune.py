@@ -6,15 +6,12 @@ from prefect import flow
 
 from rollout.types import StageRecord
 from tasks import synthesis
-from tasks.hooks import release
 from tasks.params import StageParams
 
 
 @flow(
     name="prune",
     description="Selects the best and most diverse proposals and discards the others",
-    on_cancellation=[release],
-    on_crashed=[release],
 )
 def prune(params: StageParams = StageParams()) -> StageRecord:
     """Selects the best and most diverse proposals and discards the others."""

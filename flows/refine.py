@@ -6,15 +6,12 @@ from prefect import flow
 
 from rollout.types import StageRecord
 from tasks import synthesis
-from tasks.hooks import release
 from tasks.params import StageParams
 
 
 @flow(
     name="refine",
     description="Checks each trialled task, patches what fails, accepts or rejects",
-    on_cancellation=[release],
-    on_crashed=[release],
 )
 def refine(params: StageParams = StageParams()) -> StageRecord:
     """Checks each trialled task, patches what fails, accepts or rejects."""

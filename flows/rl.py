@@ -15,6 +15,7 @@ from tasks.params import StageParams
     description="Trains with RL inside the harness, from the SFT checkpoint",
     on_cancellation=[release],
     on_crashed=[release],
+    on_failure=[release],
 )
 def rl(params: StageParams = StageParams()) -> StageRecord:
     """Trains with RL inside the harness, from the SFT checkpoint."""

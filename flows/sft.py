@@ -6,15 +6,12 @@ from prefect import flow
 
 from rollout.types import StageRecord
 from tasks import training
-from tasks.hooks import release
 from tasks.params import StageParams
 
 
 @flow(
     name="sft",
     description="Fine-tunes the student on the recorded tokens of the teacher's successes",
-    on_cancellation=[release],
-    on_crashed=[release],
 )
 def sft(params: StageParams = StageParams()) -> StageRecord:
     """Fine-tunes the student on the recorded tokens of the teacher's successes."""

@@ -10,15 +10,12 @@ from flows.prune import prune
 from flows.refine import refine
 from flows.trial import trial
 from rollout.types import StageRecord
-from tasks.hooks import release
 from tasks.params import StageParams
 
 
 @flow(
     name="synth",
     description="Synthesises tasks: propose, prune, build, trial, refine",
-    on_cancellation=[release],
-    on_crashed=[release],
 )
 def synth(params: StageParams = StageParams()) -> StageRecord:
     """propose -> prune -> build -> trial -> refine; returns what `refine` accepted."""

@@ -6,15 +6,12 @@ from prefect import flow
 
 from rollout.types import StageRecord
 from tasks import synthesis
-from tasks.hooks import release
 from tasks.params import StageParams
 
 
 @flow(
     name="trial",
     description="The paper's Test stage: an open model attempts each built task",
-    on_cancellation=[release],
-    on_crashed=[release],
 )
 def trial(params: StageParams = StageParams()) -> StageRecord:
     """The paper's Test stage: an open model attempts each built task."""

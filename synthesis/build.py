@@ -16,7 +16,7 @@ from typing import Any
 from rollout.bundle import BundleSpec, write_bundle
 from rollout.errors import ConfigError
 from rollout.store import Store
-from rollout.types import Domain, Provenance, Resources, Split, StageRecord, TaskSpec, Timeouts
+from rollout.types import Domain, Provenance, Split, StageRecord, TaskSpec
 from synthesis.checks import inspect
 from synthesis.config import SynthConfig
 from synthesis.families import family_named
@@ -30,8 +30,6 @@ from synthesis.types import Proposal, Stage, State
 CHUNK = 32
 VERIFY_PROGRAM = Path(__file__).with_name("verify_program.py")
 TEST_SH = "#!/bin/bash\nexec python3 -I -S /tests/verify.py\n"
-RESOURCES = Resources(cpus=1.0, memory_mb=256, pids=32, disk_mb=16)
-TIMEOUTS = Timeouts(setup=60.0, agent=300.0, verify=30.0)
 
 
 def build(store: Store, ledger: Ledger, config: SynthConfig, run: str, progress: Progress) -> StageRecord:
@@ -84,10 +82,11 @@ def write_draft(stage: StageRun, proposal: Proposal) -> TaskSpec:
     folder = draft_folder(stage.store.home, proposal)
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    return write_bundle(bundle_spec(proposal, compose(family_named(proposal.family), proposal.slots)), folder)
+    draft = compose(family_named(proposal.family), proposal.slots)
+    return write_bundle(bundle_spec(proposal, draft, stage.config), folder)
 
 
-def bundle_spec(proposal: Proposal, draft: Draft) -> BundleSpec:
+def bundle_spec(proposal: Proposal, draft: Draft, config: SynthConfig) -> BundleSpec:
     """Pure: the bundle of a composed proposal."""
     family = draft.family
     return BundleSpec(
@@ -111,9 +110,10 @@ def bundle_spec(proposal: Proposal, draft: Draft) -> BundleSpec:
             "oracle": dump_plan(draft.oracle),
             "shortcut": dump_plan(draft.shortcut),
             "mistake": dump_plan(draft.mistake),
+            "wrong": {name: dump_plan(steps) for name, steps in draft.wrong.items()},
         },
-        resources=RESOURCES,
-        timeouts=TIMEOUTS,
+        resources=config.resources,
+        timeouts=config.timeouts,
         provenance=Provenance(
             author="procedural",
             family=family.name,

@@ -1,9 +1,9 @@
 """The checks of a task, in two tiers.
 
 `inspect` is an early filter in this process: the bundle loads, the instruction names what is graded, the oracle's
-plan scores 1 and idleness 0 by the bundle's own verifier program. `judge` decides: it reads the outcomes of the
-bundle's scripts after they ran through the real sandbox, gateway and verification mode. The oracle must score 1
-in every run, idle and each wrong solution 0.
+plan scores 1, idleness and the plan of each wrong solution 0 by the bundle's own verifier program. `judge` decides:
+it reads the outcomes of the bundle's scripts after they ran through the real sandbox, gateway and verification mode.
+The oracle must score 1 in every run, idle and each wrong solution that ran 0.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,19 +53,34 @@ def inspect(folder: Path) -> Problem | None:
             return Problem("instruction", f"the instruction does not name: {'; '.join(unnamed)}")
         services = json.loads((folder / "environment" / "services.json").read_text(encoding="utf-8"))
         plan = json.loads((folder / "solution" / "plan.json").read_text(encoding="utf-8"))
-        return _scores(folder, services, parse_plan(plan["oracle"]))
+        return _scores(folder, services, parse_plan(plan["oracle"]), _wrong_plans(folder, plan))
     except (ConfigError, OSError, ValueError, KeyError, TypeError) as error:
         return Problem("bundle", f"{type(error).__name__}: {error}", patch=False)
 
 
-def _scores(folder: Path, services: dict[str, Any], oracle: Sequence[Step]) -> Problem | None:
-    for steps, wanted, reason in ((oracle, 1.0, "oracle"), ((), 0.0, "idle")):
-        try:
-            reward = run_verifier(folder, play(services, steps))
-        except VerifierError as error:
-            return Problem("verifier", str(error), patch=False)
+def _wrong_plans(folder: Path, plan: dict[str, Any]) -> dict[str, tuple[Step, ...]]:
+    """Script -> steps of each wrong solution. Raises ConfigError when one has no plan, or a plan no script."""
+    plans = {f"wrong/{name}": parse_plan(rows) for name, rows in plan["wrong"].items()}
+    listed = wrong_scripts(folder)
+    if sorted(plans) != listed:
+        raise ConfigError(f"solution/plan.json has plans of {sorted(plans)} for the wrong solutions {listed}")
+    return plans
+
+
+def _scores(
+    folder: Path, services: dict[str, Any], oracle: Sequence[Step], wrong: dict[str, tuple[Step, ...]]
+) -> Problem | None:
+    plays = {"oracle": play(services, oracle), "idle": play(services, ())}
+    plays |= {script: play(services, steps) for script, steps in wrong.items()}
+    try:
+        with ThreadPoolExecutor(len(plays)) as pool:
+            rewards = list(pool.map(lambda played: run_verifier(folder, played), plays.values()))
+    except VerifierError as error:
+        return Problem("verifier", str(error), patch=False)
+    for script, reward in zip(plays, rewards, strict=True):
+        wanted = 1.0 if script == "oracle" else 0.0
         if reward != wanted:
-            return Problem(reason, f"{reason} scores {reward:g} instead of {wanted:g} in process")
+            return Problem(script.partition("/")[0], f"{script} scores {reward:g} instead of {wanted:g} in process")
     return None
 
 
@@ -121,10 +137,13 @@ def place(root: Path, played: Played) -> None:
 # -- the decisive checks
 
 
+def wrong_scripts(folder: Path) -> list[str]:
+    return [f"wrong/{file.stem}" for file in sorted((folder / "solution" / "wrong").glob("*.sh"))]
+
+
 def scripts(task: TaskSpec, checks: Checks, turn: int) -> dict[str, int]:
     """Script -> runs. `turn` chooses which wrong solutions run when not all do."""
-    folder = Path(task.bundle) / "solution" / "wrong"
-    wrong = [f"wrong/{file.stem}" for file in sorted(folder.glob("*.sh"))]
+    wrong = wrong_scripts(Path(task.bundle))
     n = len(wrong) if checks.wrong == "all" else min(checks.wrong, len(wrong))
     chosen = [wrong[(turn + k) % len(wrong)] for k in range(n)]
     return {"solve": checks.determinism_runs, "idle": 1, **dict.fromkeys(chosen, 1)}

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from rollout.types import Limits, Sampling
+from rollout.types import Limits, Resources, Sampling, Timeouts
 from synthesis.families import FAMILIES, HELDOUT_FAMILIES
 
 
@@ -27,10 +27,10 @@ class Counts(Section):
 
 
 class Checks(Section):
-    """How many rollouts `refine` spends on the checks of one task."""
+    """How many rollouts `refine` spends on the checks of one task, after each solution was played in process."""
 
     wrong: Literal["all"] | int = "all"
-    """Listed wrong solutions to run: all, or this many, taken in turn over the tasks. Idle always runs."""
+    """Listed wrong solutions to run in a sandbox: all, or this many, in turn over the tasks. Idle always runs."""
     determinism_runs: int = Field(3, ge=1, le=20)
     """Runs of the oracle that must all score 1."""
 
@@ -49,6 +49,10 @@ class SynthConfig(Section):
     """Share of instances where nothing was replaced: acting at once succeeds, which the prompt does not show."""
     oversample: float = Field(1.25, ge=1, le=10)
     """Proposals drafted for each task wanted; `prune` discards the rest."""
+    resources: Resources = Resources(cpus=1.0, memory_mb=256, pids=32, disk_mb=16)
+    """Limits of the sandbox of a built task."""
+    timeouts: Timeouts = Timeouts(setup=60.0, agent=300.0, verify=30.0)
+    """Seconds that each phase of a built task may take."""
     trial_model: str = "smollm2"
     """Open model that attempts each built RL-mode task: a name of `openforge models list` or a checkpoint folder."""
     trial_attempts: int = Field(1, ge=1, le=16)

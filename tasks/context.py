@@ -18,6 +18,7 @@ from filelock import FileLock, Timeout
 from rollout.client import RolloutClient
 from rollout.config import Home, open_home
 from rollout.errors import EngineError, InfrastructureError
+from rollout.inference.launch import LEASE_S as STAGE_LEASE_S
 from rollout.inference.launch import ensure_engine, stop_engine
 from rollout.processes import alive
 from rollout.store import Store, open_store
@@ -73,7 +74,7 @@ class StageContext:
     def served(self, model: str) -> Iterator[None]:
         """While the block runs, the shared engine of `model`, once it was started, is kept alive and leased.
 
-        One that was not there before keeps only a short lease afterwards.
+        One that was not there before keeps only a short lease afterwards, unless a user has leased it for longer.
         """
         stop = threading.Event()
         before = self._engine(model)
@@ -90,7 +91,7 @@ class StageContext:
             stop.set()
             thread.join(JOIN_S)
             after = self._engine(model)
-            if before is None and after is not None:
+            if before is None and after is not None and after.lease_until <= time.time() + STAGE_LEASE_S:
                 self.store.engines.put(after.model_copy(update={"lease_until": time.time() + LEASE_S}))
 
     def _engine(self, model: str) -> EngineRecord | None:
@@ -122,8 +123,8 @@ def stage_context(params: StageParams, stage: str, run: str = "") -> Iterator[St
     preset = params.load()
     home = open_home()
     name = run or params.run_name
-    progress = StageProgress(home, name, stage)
-    with _alone(home, f"{name}-{stage}", progress):
+    with _alone(home, name, stage):
+        progress = StageProgress(home, name, stage)
         store = open_store(home)
         try:
             yield StageContext(params, preset, home, store, RolloutClient(store), progress)
@@ -132,20 +133,27 @@ def stage_context(params: StageParams, stage: str, run: str = "") -> Iterator[St
             store.close()
 
 
-@contextmanager
-def _alone(home: Home, name: str, progress: StageProgress) -> Iterator[None]:
+def stage_lock(home: Home, run: str, stage: str) -> FileLock:
+    """Held by the process that runs this stage of this run."""
     folder = home.run / "stages"
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / f"{name}.lock")
+    return FileLock(folder / f"{run}-{stage}.lock")
+
+
+@contextmanager
+def _alone(home: Home, run: str, stage: str) -> Iterator[None]:
+    lock = stage_lock(home, run, stage)
     end = time.monotonic() + LOCK_S
     while True:
         try:
             lock.acquire(timeout=5.0)
             break
         except Timeout as error:
-            progress("waiting for the same stage in another process", 0, 0)
+            logger().info("%s of %s runs in another process: waiting for it", stage, run)
             if time.monotonic() > end:
-                raise InfrastructureError(f"{name} has been held by another process for {LOCK_S:.0f} s") from error
+                raise InfrastructureError(
+                    f"{stage} of {run} has been held by another process for {LOCK_S:.0f} s"
+                ) from error
     try:
         yield
     finally:

@@ -1,39 +1,38 @@
-"""What happens when a flow run is cancelled or crashes: what it started for itself ends.
+"""What happens when `rl` or the pipeline around it is cancelled, crashes or fails: the engine of its RL run ends.
 
-That is the engine which RL leases for itself alone; its training process dies with the flow. `serve`, its rollouts
-and shared engines go on: they belong to the store. Prefect calls a hook in another process, by keyword.
+No other flow has anything of its own to end: training processes die with their flow, while `serve`, its rollouts and
+shared engines belong to the store and go on. Prefect calls a hook by keyword, after a cancellation in another process.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from pydantic import ValidationError
+from filelock import Timeout
 
 from rollout.config import open_home
 from rollout.inference.launch import stop_engine
 from rollout.store import open_store
-from tasks.params import EvalParams, StageParams
+from tasks.checkpoints import stage_run
+from tasks.context import stage_lock
+from tasks.params import StageParams
+
+END_S = 5.0
+"""How long the stage of a flow that has just been killed may still hold its lock."""
 
 
 def release(flow: Any, flow_run: Any, state: Any) -> None:
-    """Stops the exclusive engines of the flow run's own run."""
-    run = _run_of(flow_run.parameters.get("params"))
-    if not run:
+    """Stops the exclusive engine of the flow's RL run, unless another flow trains the same run."""
+    run = StageParams.model_validate(flow_run.parameters.get("params") or {}).run_name
+    home = open_home()
+    try:
+        with stage_lock(home, run, "rl").acquire(timeout=END_S):
+            store = open_store(home)
+            try:
+                for engine in store.engines.all():
+                    if engine.exclusive == stage_run(run, "rl"):
+                        stop_engine(store, engine.id)
+            finally:
+                store.close()
+    except Timeout:  # another flow is in the stage: the engine is its own
         return
-    store = open_store(open_home())
-    try:
-        for engine in store.engines.all():
-            if engine.exclusive == run or engine.exclusive.startswith(f"{run}-"):
-                stop_engine(store, engine.id)
-    finally:
-        store.close()
-
-
-def _run_of(params: Any) -> str:
-    if isinstance(params, StageParams):
-        return params.run_name
-    try:
-        return StageParams.model_validate(params or {}).run_name
-    except ValidationError:
-        return EvalParams.model_validate(params or {}).run_name

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from filelock import FileLock
 from prefect.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.logging import get_run_logger
@@ -21,6 +23,8 @@ from tasks.progress_file import Line, progress_file, read_progress
 FILE_S = 0.5
 ARTIFACT_S = 5.0
 LOG_S = 15.0
+LOCK_S = 30.0
+"""Longest wait for another stage of the run that writes its line."""
 
 
 def logger() -> logging.Logger | logging.LoggerAdapter[logging.Logger]:
@@ -34,7 +38,10 @@ def in_run() -> bool:
 
 @dataclass
 class StageProgress:
-    """A `Progress`: called with (label, done, total) as often as the stage likes."""
+    """A `Progress`: called with (label, done, total) as often as the stage likes.
+
+    Making one writes the stage's first line; only the holder of the stage's lock may.
+    """
 
     home: Home
     run: str
@@ -72,10 +79,11 @@ class StageProgress:
         self._written = time.time()
         path = progress_file(self.home, self.run)
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = read_progress(self.home, self.run) | {self.stage: self._line}
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps({stage: line.model_dump() for stage, line in lines.items()}))
-        part.replace(path)
+        part = path.with_suffix(f".{os.getpid()}.part")
+        with FileLock(path.with_suffix(".lock"), timeout=LOCK_S):  # another stage of the run keeps its line
+            lines = read_progress(self.home, self.run) | {self.stage: self._line}
+            part.write_text(json.dumps({stage: line.model_dump() for stage, line in lines.items()}))
+            part.replace(path)
 
     def _show(self) -> None:
         self._shown = time.time()

@@ -30,6 +30,7 @@ stage = task(
 def _distil(ctx: StageContext) -> StageRecord:
     student = ctx.params.model or ctx.preset.model.name
     ctx.provide(student)
+    ctx.provide(ctx.preset.distill.teacher)
     with ctx.served(ctx.preset.distill.teacher):
         return distill_tasks(
             ctx.store,

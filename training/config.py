@@ -1,6 +1,6 @@
 """Settings of distillation, SFT and RL; the presets in `configs/` fill them. Defaults are the demo's.
 
-Values that the paper does not state are ours (docs/design/learning.md); those of its table A1 stand in the presets.
+Values that the paper does not state are ours (docs/design/training.md); those of its table A1 stand in the presets.
 """
 
 from __future__ import annotations
@@ -130,8 +130,6 @@ class LossConfig(Section):
     """Coefficient of the k3 estimate of KL(policy || initial policy), in the loss."""
     entropy: float = Field(0.0, ge=0)
     """Coefficient of the entropy bonus."""
-    temperature: float = Field(1.0, gt=0, le=2)
-    """Set by the loop to the sampling temperature: the engine's log-probabilities are those at that temperature."""
 
 
 class TrainerConfig(Section):

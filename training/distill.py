@@ -15,16 +15,17 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 from rollout.bundle import load_tasks
-
 from rollout.client import Plan, RolloutClient, make_rollouts
 from rollout.errors import ConfigError
+from rollout.inference.launch import ensure_engine
+from rollout.inference.scripted import is_scripted
 from rollout.store import Store
 from rollout.types import Limits, ModelRef, Purpose, Sampling, Split, StageRecord, Trajectory
 from training.clean import clean
 from training.collect import Collected, Progress, RolloutSource, Wait, collect, sort_by_end
 from training.config import DistillConfig
 from training.dataset import Origin, RowLimits, RowSet, check_rows, make_rows, read_manifest, write_dataset
-from training.models import resolve_model
+from training.models import ModelEntry, resolve_model, writes_alike
 
 STAGE = "distill"
 
@@ -41,7 +42,8 @@ def distill(
 ) -> StageRecord:
     """Writes `<home>/datasets/<run>/` and returns its record, with the dataset's folder in `details`.
 
-    Raises ConfigError when there is no SFT task, or when no trajectory was worth keeping.
+    Raises ConfigError when there is no SFT task, when the teacher's ids are not the student's, or when no
+    trajectory was worth keeping.
     """
     folder = store.home.datasets / run
     done = store.records.get(StageRecord, run=run, key=STAGE)
@@ -52,6 +54,8 @@ def distill(
     if not tasks:
         raise ConfigError(f"{tasks_dir} has no task of the split `sft`; run `openforge synth` or pass another --tasks")
     model = resolve_model(store.home, student)
+    if not is_scripted(config.teacher):
+        serve_teacher(store, config.teacher, model)
     rollouts = make_rollouts(tasks, teacher_plan(config, run, student), config.attempts)
     wait = Wait(config.max_seconds, "teacher rollouts", progress)
     collected = collect(store, client or RolloutClient(store), rollouts, wait)
@@ -72,10 +76,22 @@ def distill(
     return record
 
 
+def serve_teacher(store: Store, teacher: str, student: ModelEntry) -> None:
+    """Sees to an engine for a real teacher. Raises ConfigError unless its recorded ids are the student's, too."""
+    entry = resolve_model(store.home, teacher)
+    if not writes_alike(entry, student):
+        raise ConfigError(
+            f"teacher {teacher!r} and student {student.name!r} have different tokenizers, chat templates or renderers, "
+            "and rows are built from the ids that the teacher sampled; set distill.teacher to a model of the "
+            "student's family or to scripted:oracle, or train a student of the teacher's family"
+        )
+    ensure_engine(store, teacher, entry.path)
+
+
 def teacher_plan(config: DistillConfig, run: str, student: str) -> Plan:
     """What all teacher rollouts have in common. A scripted teacher writes with the student's tokenizer."""
     name = config.teacher
-    if name.startswith("scripted:"):
+    if is_scripted(name):
         query = {"student": student, "lazy": config.shortcut_rate, "wrong": config.mistake_rate}
         name = f"{name}?{urlencode(query, safe='/')}"
     bounds = config.rollout

@@ -26,6 +26,9 @@ from pydantic import Field, ValidationError
 
 from rollout.config import Home
 from rollout.errors import ConfigError
+from rollout.proxy.codecs import load_codec
+from rollout.proxy.dialects.base import Refused
+from rollout.proxy.messages import Message, ToolCall
 from rollout.types import Record
 
 Progress = Callable[[str, int, int], None]
@@ -36,7 +39,25 @@ LOCK_S = 300.0
 CONVERT_S = 600.0
 """Longest conversion of a built-in model, in seconds."""
 IDENTITY = ("*.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-QWEN3_MARKS = ("<tool_call>", "<tool_response>", "<|im_start|>", "<think>")
+_TOOL: dict[str, object] = {
+    "type": "function",
+    "function": {
+        "name": "get_ticket",
+        "description": "Reads a ticket – or none.",
+        "parameters": {"type": "object", "properties": {"id": {"type": "integer"}}, "required": ["id"]},
+    },
+}
+_ASKED = (Message("user", "Read ticket 7."), Message("assistant", "", "", (ToolCall("c0", "get_ticket", {"id": 7}),)))
+_ANSWERED = (*_ASKED, Message("tool", '{"id":7}', tool_call_id="c0"))
+PROBES: tuple[tuple[tuple[Message, ...], tuple[dict[str, object], ...]], ...] = (
+    ((Message("user", "Hello – 你好"),), ()),
+    ((Message("system", "Be brief."), Message("user", "Hello")), ()),
+    ((Message("user", "1"), Message("assistant", "one"), Message("user", "2")), ()),
+    ((Message("user", "Read ticket 7."),), (_TOOL,)),
+    ((Message("system", "Be brief."), *_ANSWERED), (_TOOL,)),
+    ((*_ANSWERED, Message("assistant", "It is open."), Message("user", "And 8?")), (_TOOL,)),
+)
+"""Histories and tools on which a renderer must agree with a folder's own template to stand in for it."""
 
 
 class ModelEntry(Record):
@@ -204,9 +225,30 @@ def digest_folder(folder: Path) -> str:
     return total.hexdigest()
 
 
-def renderer_of(template: str) -> RendererName:
-    """`qwen3` for a template of that family (ChatML with its control tokens), else `default`."""
-    return "qwen3" if all(mark in template for mark in QWEN3_MARKS) else "default"
+def renderer_of(folder: Path) -> RendererName:
+    """`qwen3` where it gives the very ids of the folder's own chat template on all `PROBES`, else `default`.
+
+    Raises ConfigError for a tokenizer that cannot be used.
+    """
+    own = load_codec(folder, "default")
+    try:
+        fast = load_codec(folder, "qwen3")
+        alike = all(fast.render(*probe) == own.render(*probe) for probe in PROBES)
+    except (ConfigError, Refused):
+        return "default"
+    return "qwen3" if alike else "default"
+
+
+def writes_alike(one: ModelEntry, other: ModelEntry) -> bool:
+    """Whether both write the same text with the same ids: renderer, tokenizer and chat template are equal."""
+    return _tokens_digest(one) == _tokens_digest(other)
+
+
+def _tokens_digest(entry: ModelEntry) -> str:
+    folder = Path(entry.path)
+    total = hashlib.sha256((folder / "tokenizer.json").read_bytes())
+    total.update(f"{entry.renderer}\0{chat_template(folder)}".encode())
+    return total.hexdigest()
 
 
 def _known(target: Path, name: str, source: str) -> ModelEntry:
@@ -227,7 +269,7 @@ def _copy(source: Path, folder: Path, progress: Progress) -> RendererName:
         progress("copy", done, len(files))
         shutil.copy2(file, folder / file.name)
     progress("copy", len(files), len(files))
-    return renderer_of(chat_template(source) or "")
+    return renderer_of(folder)
 
 
 @contextmanager

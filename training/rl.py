@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from rollout.inference.launch import engine_name, stop_engine
 from rollout.store import Store
 from rollout.types import Record, StageRecord, StepRecord
 from training.child import Event, Job, run_child
@@ -61,7 +62,10 @@ def rl(store: Store, config: RlConfig, *, run: str, model: str, tasks_dir: Path,
         )
         deadline = config.max_seconds + 2 * config.step_seconds + START_S
         job = Job("training.rl_process", work, store.home.logs / f"rl-{run}.log", deadline)
-        run_child(job, spec, lambda event: _take(event, progress))
+        try:
+            run_child(job, spec, lambda event: _take(event, progress))
+        finally:
+            stop_engine(store, engine_name(model, exclusive=run))
     record = _record(store, run, output)
     store.records.put(record, run=run, key=STAGE)
     shutil.rmtree(work, ignore_errors=True)

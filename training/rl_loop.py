@@ -21,7 +21,7 @@ from typing import Protocol
 from rollout.client import Plan, make_rollouts, seed_of
 from rollout.errors import InfrastructureError
 from rollout.store import Store
-from rollout.types import Limits, ModelRef, Purpose, Rollout, Sampling, StepRecord, TaskSpec, Trajectory
+from rollout.types import CallTag, Limits, ModelRef, Purpose, Rollout, Sampling, StepRecord, TaskSpec, Trajectory
 from training.advantage import Scored, by_group, mixed, with_advantages
 from training.collect import Progress, RolloutSource, Sorted, Wait, collect, sort_by_end
 from training.config import RlConfig
@@ -157,7 +157,7 @@ class RlLoop:
             raise InfrastructureError(f"no rollout of step {state.step + 1} gave samples: {dict(ended.dropped)}")
         sampled_under = self._parts.trainer.version
         self._parts.progress(f"step {state.step + 1}: training", state.step, config.steps)
-        scored, calls = score(ended.usable, config)
+        scored, calls = score(ended.usable, config, sampled_under)
         groups = by_group(scored)
         samples = with_advantages(groups, gamma=config.gamma, std=config.std)
         stats = self._parts.trainer.step(samples) if samples else None
@@ -249,9 +249,12 @@ class RlLoop:
         return state.model_copy(update=update)
 
 
-def score(trajectories: Sequence[Trajectory], config: RlConfig) -> tuple[list[Scored], dict[str, float]]:
-    """Samples of the trajectories, and how many calls were left out for which reason (`calls_<reason>`)."""
-    rules = SampleRules(weighting=config.weighting)
+def score(trajectories: Sequence[Trajectory], config: RlConfig, version: int) -> tuple[list[Scored], dict[str, float]]:
+    """Samples of the trajectories, and how many calls were left out for which reason (`calls_<reason>`).
+
+    `version` is the trainer's: a call sampled under other weights is left out as `stale`.
+    """
+    rules = SampleRules(weighting=config.weighting, version=version)
     scored: list[Scored] = []
     dropped: Counter[str] = Counter()
     for trajectory in trajectories:
@@ -263,7 +266,8 @@ def score(trajectories: Sequence[Trajectory], config: RlConfig) -> tuple[list[Sc
     total = sum(len(t.calls) for t in trajectories)
     if dropped["unattributed"] > UNATTRIBUTED_BOUND * total:
         share = dropped["unattributed"] / total
-        log.warning("%.0f %% of the step's calls are unattributed, e.g. in %s", 100 * share, trajectories[0].rollout.id)
+        tagged = (t.rollout.id for t in trajectories if any(c.tag is CallTag.UNATTRIBUTED for c in t.calls))
+        log.warning("%.0f %% of the step's calls are unattributed, e.g. in %s", 100 * share, next(tagged))
     return scored, {f"calls_{reason}": float(count) for reason, count in dropped.items()}
 
 

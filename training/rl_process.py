@@ -1,7 +1,7 @@
 """`python -m training.rl_process SPEC`: the child that holds trainer and loop of one RL run.
 
-It leases an engine of its own for the run, and ends it when the run is over. A child that dies leaves the engine
-and its rollouts; the next one finds both.
+It leases an engine of its own for the run. A child that dies leaves the engine and its rollouts; the next one finds
+both. The parent ends the engine when the run is over, however it ended.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from rollout.bundle import load_tasks
 from rollout.client import RolloutClient
 from rollout.config import open_home
 from rollout.errors import ConfigError
-from rollout.inference.launch import ensure_engine, stop_engine, update_engine
+from rollout.inference.launch import ensure_engine
 from rollout.store import Store, open_store
 from rollout.types import ModelRef, Split, TaskSpec
 from training.checkpoint import whole_folder
 from training.child import Events, child_main
-from training.config import RlConfig, TrainerConfig
 from training.models import ENTRY, write_entry
 from training.rl import RESULT_FILE, RlSpec
 from training.rl_loop import Curriculum, Parts, RlLoop
@@ -30,27 +29,13 @@ from training.trainer.reference import ReferenceTrainer
 
 
 class LeasedEngine:
-    """The run's exclusive engine: found or started on the initial weights, then brought to the wanted ones."""
+    """The run's exclusive engine: found and brought to the wanted weights, or started on them."""
 
-    def __init__(self, store: Store, model: ModelRef, initial: Path, run: str) -> None:
-        self._store, self._model, self._initial, self._run = store, model, initial, run
-        self._id = ""
+    def __init__(self, store: Store, model: ModelRef, run: str) -> None:
+        self._store, self._model, self._run = store, model, run
 
     def ensure(self, path: Path, version: int) -> None:
-        record = ensure_engine(self._store, self._model.name, self._initial, exclusive=self._run)
-        self._id = record.id
-        if record.version != version:
-            update_engine(self._store, record, path, version)
-
-    def stop(self) -> None:
-        if self._id:
-            stop_engine(self._store, self._id)
-
-
-def trainer_config(config: RlConfig) -> TrainerConfig:
-    """The trainer's settings with the sampling temperature, at which the engine's log-probabilities are."""
-    loss = config.trainer.loss.model_copy(update={"temperature": config.temperature})
-    return config.trainer.model_copy(update={"loss": loss})
+        ensure_engine(self._store, self._model.name, path, version=version, exclusive=self._run)
 
 
 def curriculum(spec: RlSpec) -> Curriculum:
@@ -93,18 +78,16 @@ def train(spec: RlSpec, events: Events) -> None:
     transformers.utils.logging.disable_progress_bar()
     lessons = curriculum(spec)
     store = open_store(open_home(spec.home))
-    engine = LeasedEngine(store, lessons.model, lessons.path, spec.run)
     try:
         parts = Parts(
             store=store,
             client=RolloutClient(store),
-            trainer=ReferenceTrainer(lessons.path, trainer_config(spec.config)),
-            engine=engine,
+            trainer=ReferenceTrainer(lessons.path, spec.config.trainer, temperature=spec.config.temperature),
+            engine=LeasedEngine(store, lessons.model, spec.run),
             folder=RunFolder(Path(spec.work), spec.run, spec.policy.renderer),
             progress=events.progress,
         )
         publish(RlLoop(parts, lessons, spec.config).run(), spec)
-        engine.stop()
     finally:
         store.close()
 

@@ -29,6 +29,8 @@ class SampleRules:
     """Whether a call must carry the engine's log-probabilities (RL needs them, SFT does not)."""
     weighting: Literal["token", "call"] = "token"
     """`token`: 1 for each token; `call`: 1 / length of its call."""
+    version: int | None = None
+    """Weights that must have sampled a call whole (RL: the trainer's own); None takes any."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ def _refusal(call: ModelCall, rules: SampleRules) -> str:
         return "no_ids"
     if sum(span.tokens for span in call.versions) not in (0, len(call.completion_ids)):
         return "corrupt"
+    if rules.version is not None and any(span.version != rules.version for span in call.versions):
+        return "stale"
     if call.logprobs is None:
         return "no_logprobs" if rules.logprobs else ""
     fit = len(call.logprobs) == len(call.completion_ids) and all(math.isfinite(p) for p in call.logprobs)

@@ -30,6 +30,7 @@ wants one of two cores, with this twice; alone it costs up to a tenth. Read when
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m training.serve", description="Serve a model folder on the CPU.")
     parser.add_argument("--model", type=Path, required=True, help="model or checkpoint folder")
+    parser.add_argument("--version", type=int, default=0, help="version of these weights, stamped on every answer")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0 takes any free port")
     parser.add_argument("--port-file", type=Path, help="where the port is written once the engine listens")
@@ -76,7 +77,11 @@ def serve(args: argparse.Namespace) -> None:
 
     limit = context_limit(args.model)
     length = min(args.max_len or limit, limit)
-    worker = EngineWorker(lambda: Batcher(args.model, slots=args.slots, max_len=length), threads=args.threads)
+
+    def load() -> Batcher:
+        return Batcher(args.model, slots=args.slots, max_len=length, version=args.version)
+
+    worker = EngineWorker(load, threads=args.threads)
     batcher = worker.start(LOAD_S)
     names = served_names(args.model, entry.name, args.name)
     app = create_app(Served(worker, names, batcher.model.eos, key_from_environment()))

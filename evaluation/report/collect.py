@@ -58,7 +58,7 @@ class RunData:
 def collect(store: Store, runs: Sequence[str]) -> RunData:
     """Everything that the store holds of `runs`. Raises ConfigError when that is nothing."""
     results = [r for run in runs for r in store.records.all(ResultRecord, run=run)]
-    stages = [s for run in runs for s in store.records.all(StageRecord, run=run)]
+    stages = [s for run in runs for s in store.records.all(StageRecord, run=run) if _on_the_path(s)]
     steps = [s for run in runs for s in store.records.all(StepRecord, run=run)]
     if not (results or stages or steps):
         known = {r.run for r in store.records.all(ResultRecord)} | {s.run for s in store.records.all(StageRecord)}
@@ -76,15 +76,19 @@ def collect(store: Store, runs: Sequence[str]) -> RunData:
     )
 
 
+def compared(results: Sequence[Evaluated]) -> Sequence[Evaluated]:
+    """The models that the headline tells apart: base, sft and rl; without any of these, all that there are."""
+    return [e for e in results if e.label in LABELS] or results
+
+
 def rollouts_of(store: Store, result: ResultRecord) -> dict[str, Rollout]:
     """All attempts of an evaluation by id."""
     return {r.id: r for r in store.rollouts.query(run=eval_run(result.run, result.label))}
 
 
 def _teacher(store: Store, run: str) -> list[Rollout]:
-    """Ended teacher rollouts of a run or of its stage runs (`<run>-...`)."""
-    found = store.rollouts.query(purpose=Purpose.TEACHER)
-    return [r for r in found if r.state.terminal and (r.run == run or r.run.startswith(f"{run}-"))]
+    """The run's ended teacher rollouts."""
+    return [r for r in store.rollouts.query(run=run, purpose=Purpose.TEACHER) if r.state.terminal]
 
 
 def _spreads(store: Store, runs: Sequence[str]) -> dict[Batch, Spread]:
@@ -108,6 +112,11 @@ def _named(results: Sequence[ResultRecord]) -> list[Evaluated]:
         label = result.label if result.label not in out else f"{result.run}/{result.label}"
         out[label] = Evaluated(label, result)
     return list(out.values())
+
+
+def _on_the_path(stage: StageRecord) -> bool:
+    """Neither the report itself nor a sum of the others."""
+    return stage.stage in STAGES or stage.stage.startswith("eval-")
 
 
 def _stage_place(stage: StageRecord) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Steps of SFT and RL as charts: geometry for SVG, computed here, printed by `charts.svg.jinja`.
+"""Steps of SFT and RL as charts: geometry for SVG, computed here, printed by `marks.jinja`.
 
 Every mean reward carries a 95 % interval: that of the step's metrics (`ci_low`, `ci_high`) if they have one, else
 a bootstrap over the groups of its rollouts, else (rollouts removed, or steps that share their weights) Wilson's over

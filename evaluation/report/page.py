@@ -20,7 +20,7 @@ import jinja2
 from markupsafe import Markup
 
 from evaluation.report import curves, ledger, tables
-from evaluation.report.collect import RunData, collect
+from evaluation.report.collect import RunData, collect, compared
 from evaluation.report.tokens import Tokenizers
 from evaluation.report.trajectories import Packed, pack
 from rollout.store import Store
@@ -48,15 +48,18 @@ def write_report(store: Store, *, runs: Sequence[str], out: Path, cap: int = CAP
 
 def render(data: RunData, packed: Packed, without_tokenizer: Sequence[str] = ()) -> str:
     rows = tables.model_rows(data.results)
+    main = compared(data.results)
+    main_rows = tables.model_rows(main)
     script = "\n".join((HERE / "assets" / name).read_text(encoding="utf-8") for name in SCRIPTS)
     return _template().render(
-        headline=tables.headline(rows),
+        headline=tables.headline(main_rows),
         runs=data.runs,
         written=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         first=data.results[0].result if data.results else None,
         rows=rows,
+        main_rows=main_rows,
         rows_apart=tables.model_rows(data.results, apart=True),
-        overall=tables.overall(data.results),
+        overall=tables.overall(main),
         families=tables.family_rows(data.results),
         families_apart=tables.family_rows(data.results, apart=True),
         matrix=tables.matrix(data.results),

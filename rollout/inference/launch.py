@@ -2,20 +2,20 @@
 
 An engine is a process of its own, in its own session, that outlives whoever started it. Its id follows from what it
 serves and to whom, so that one that died is started again under the same id; a file lock keeps two processes from
-starting it twice. A pid counts only together with the process's start time.
+starting it twice. A pid counts only together with the process's start time. Its row is written when it serves the
+weights that the row names: calls look for an engine in the table alone.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-import json
 import os
 import re
 import secrets
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +27,7 @@ from filelock import FileLock, Timeout
 
 from rollout.config import CODE_ROOT, Home
 from rollout.errors import EngineError
+from rollout.inference.vllm import EngineAddress, VllmEngine
 from rollout.processes import alive, started
 from rollout.store import Store
 from rollout.types import EngineRecord
@@ -37,7 +38,6 @@ HEALTH_S = 5.0
 HEALTH_TRIES = 4
 STOP_S = 10.0
 LOCK_S = 60.0
-UPDATE_S = 600.0
 POLL_S = 0.1
 
 
@@ -61,28 +61,32 @@ def ensure_engine(
     model: str,
     path: str | Path,
     *,
+    version: int = 0,
     exclusive: str = "",
     lease_s: float = LEASE_S,
     options: EngineOptions | None = None,
 ) -> EngineRecord:
-    """The engine that serves the folder `path` as `model`, started if none lives; its lease is renewed.
+    """The engine that serves the weights in `path` as `model`, started on them if none lives; its lease grows.
 
-    `exclusive` names the run that alone may use it. Engines that died, and those whose lease ran out, are removed
-    on the way. Raises EngineError when it does not come up; the message ends with the tail of its log.
+    `exclusive` names the run that alone may use it; such an engine takes other weights while it runs, a shared one
+    is started again for them. Engines that died, and those whose lease ran out, are removed on the way. Raises
+    EngineError when it does not come up; the message ends with the tail of its log.
     """
-    engine_id = engine_name(model, exclusive)
+    wanted = EngineRecord(
+        id=engine_name(model, exclusive),
+        model=model,
+        path=str(path),
+        url="",
+        pid=0,
+        process_started=0.0,
+        version=version,
+        exclusive=exclusive,
+    )
     options = options or EngineOptions()
-    reap_engines(store, keep=engine_id)
-    with _locked(store.home, engine_id, options.start_s + LOCK_S):
-        found = _find(store, engine_id)
-        if found is None or not _usable(found, str(path)):
-            if found:
-                _drop(store, found)
-            wanted = EngineRecord(
-                id=engine_id, model=model, path=str(path), url="", pid=0, process_started=0.0, exclusive=exclusive
-            )
-            found = _start(store.home, wanted, options)
-        record = found.model_copy(update={"lease_until": time.time() + lease_s})
+    reap_engines(store, keep=wanted.id)
+    with _locked(store.home, wanted.id, options.start_s + LOCK_S):
+        found = _serving(store, wanted, options)
+        record = found.model_copy(update={"lease_until": max(found.lease_until, time.time() + lease_s)})
         store.engines.put(record)
         return record
 
@@ -120,19 +124,21 @@ def reap_engines(store: Store, keep: str = "") -> list[str]:
 
 
 def update_engine(store: Store, record: EngineRecord, path: str | Path, version: int) -> EngineRecord:
-    """Makes the engine serve the weights in `path` as `version`, and notes it. Raises EngineError."""
-    body = json.dumps({"path": str(path), "version": version}).encode()
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {read_key(store.home, record.id)}"}
-    request = urllib.request.Request(f"{record.url}/update_weights", data=body, headers=headers)
-    try:
-        with urllib.request.urlopen(request, timeout=UPDATE_S):
-            pass
-    except urllib.error.HTTPError as error:
-        text = error.read(500).decode(errors="replace")
-        raise EngineError(f"the update of engine {record.id} got {error.code}: {text}") from error
-    except OSError as error:
-        raise EngineError(f"the update of engine {record.id} failed: {error}") from error
-    updated = (_find(store, record.id) or record).model_copy(update={"version": version})
+    """Makes the engine serve the weights in `path` as `version`, and notes it. Raises EngineError.
+
+    Not to be called inside an event loop.
+    """
+    address = EngineAddress(record.url, record.version, read_key(store.home, record.id))
+
+    async def update() -> None:
+        engine = VllmEngine(lambda *, fresh=False: address)
+        try:
+            await engine.update(str(path), version)
+        finally:
+            await engine.close()
+
+    asyncio.run(update())
+    updated = (_find(store, record.id) or record).model_copy(update={"path": str(path), "version": version})
     store.engines.put(updated)
     return updated
 
@@ -193,10 +199,21 @@ def _drop(store: Store, record: EngineRecord) -> None:
     store.engines.remove(record.id)
 
 
-def _usable(record: EngineRecord, path: str) -> bool:
-    """A busy engine answers slowly: it is given up only when it is dead, serves something else, or stays silent."""
-    if record.path != path:
-        return False
+def _serving(store: Store, wanted: EngineRecord, options: EngineOptions) -> EngineRecord:
+    """A live engine on the wanted weights: the one that is there, brought to them if need be, or a new one."""
+    found = _find(store, wanted.id)
+    if found and _answers(found):
+        if (found.path, found.version) == (wanted.path, wanted.version):
+            return found
+        if wanted.exclusive:
+            return update_engine(store, found, wanted.path, wanted.version)
+    if found:
+        _drop(store, found)
+    return _start(store.home, wanted, options)
+
+
+def _answers(record: EngineRecord) -> bool:
+    """A busy engine answers slowly: it is given up only when it is dead or stays silent."""
     return any(alive(record.pid, record.process_started) and healthy(record.url) for _ in range(HEALTH_TRIES))
 
 
@@ -213,11 +230,12 @@ def _make_key(home: Home, engine_id: str) -> str:
 def _start(home: Home, wanted: EngineRecord, options: EngineOptions) -> EngineRecord:
     port_file = _folder(home) / f"{wanted.id}.port"
     port_file.unlink(missing_ok=True)
-    arguments = ["--model", wanted.path, "--port", "0", "--port-file", str(port_file), "--slots", str(options.slots)]
+    arguments = ["--model", wanted.path, "--version", str(wanted.version), "--port", "0", "--port-file", str(port_file)]
+    arguments += ["--slots", str(options.slots), "--max-len", str(options.max_len)]
     log = home.logs / f"engine-{wanted.id}.log"
     with log.open("ab") as out:
         process = subprocess.Popen(
-            [*options.program, *arguments, "--max-len", str(options.max_len)],
+            [*options.program, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,

@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 from rollout.inference.base import Engine
 from rollout.inference.launch import read_key
 from rollout.inference.scripted import OracleEngine, PlayCodec, is_scripted, read_scripted
 from rollout.inference.vllm import EngineAddress, VllmEngine
 from rollout.store import Store
-from rollout.types import EngineRecord, Rollout
+from rollout.types import EngineRecord, Purpose, Rollout
 
 FRESH_S = 1.0
+ON_POLICY = frozenset({Purpose.TRAIN, Purpose.VALIDATE})
+"""Rollouts that must see the weights in training: they wait for the run's own engine, a shared one never stands in."""
 
 
 class EngineRouter:
-    """Engines by (model, run), made once. Close it when the process ends."""
+    """Engines by (model, run, whether only the run's own will do), made once. Close it when the process ends."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._engines: dict[tuple[str, str], VllmEngine] = {}
+        self._engines: dict[tuple[str, str, bool], VllmEngine] = {}
 
     def engine_for(self, rollout: Rollout, codec: PlayCodec) -> Engine:
         """Never waits: an engine that is not there yet is waited for by its first call.
@@ -33,9 +36,10 @@ class EngineRouter:
         """
         if is_scripted(rollout.model.name):
             return OracleEngine(read_scripted(rollout.model.name), codec)
-        key = (rollout.model.name, rollout.run)
+        key = (rollout.model.name, rollout.run, rollout.purpose in ON_POLICY)
         if key not in self._engines:
-            self._engines[key] = VllmEngine(Route(self._store, *key))
+            name, run, exclusive_only = key
+            self._engines[key] = VllmEngine(Route(self._store, name, run, exclusive_only=exclusive_only))
         return self._engines[key]
 
     async def close(self) -> None:
@@ -47,10 +51,17 @@ class EngineRouter:
 class Route:
     """The address of the engine that serves `model` to `run` now, or None; looked up at most once a second."""
 
-    def __init__(self, store: Store, model: str, run: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._store = store
-        self._model = model
-        self._run = run
+    def __init__(
+        self,
+        store: Store,
+        model: str,
+        run: str,
+        *,
+        exclusive_only: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._look = partial(store.engines.route, model, run, exclusive_only=exclusive_only)
+        self._home = store.home
         self._clock = clock
         self._found: EngineAddress | None = None
         self._read_at = float("-inf")
@@ -58,10 +69,10 @@ class Route:
     def __call__(self, *, fresh: bool = False) -> EngineAddress | None:
         now = self._clock()
         if fresh or self._found is None or now - self._read_at > FRESH_S:
-            record = self._store.engines.route(self._model, self._run)
+            record = self._look()
             self._found = self._address(record) if record else None
             self._read_at = now
         return self._found
 
     def _address(self, record: EngineRecord) -> EngineAddress:
-        return EngineAddress(record.url, record.version, read_key(self._store.home, record.id))
+        return EngineAddress(record.url, record.version, read_key(self._home, record.id))

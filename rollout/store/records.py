@@ -75,7 +75,11 @@ class EngineStore:
         bodies = self._db.read(lambda c: list(c.execute(sa.select(engines.c.body).order_by(engines.c.id)).scalars()))
         return [EngineRecord.model_validate_json(b) for b in bodies]
 
-    def route(self, model: str, run: str) -> EngineRecord | None:
-        """The engine that serves `model` to `run`: the run's own exclusive one first, else a shared one."""
-        found = [e for e in self.all() if e.model == model and e.exclusive in ("", run)]
+    def route(self, model: str, run: str, *, exclusive_only: bool = False) -> EngineRecord | None:
+        """The engine that serves `model` to `run`: the run's own exclusive one first, else a shared one.
+
+        With `exclusive_only` a shared one never stands in for it.
+        """
+        usable = (run,) if exclusive_only else ("", run)
+        found = [e for e in self.all() if e.model == model and e.exclusive in usable]
         return max(found, key=lambda e: bool(e.exclusive), default=None)

@@ -28,11 +28,12 @@ from rollout.inference.launch import (
 )
 from rollout.processes import alive
 from rollout.store import Store, open_store
+from rollout.types import EngineRecord
 
 PROGRAM = """
 import argparse, http.server, json, os, pathlib, sys
 p = argparse.ArgumentParser()
-for name in ("--model", "--port", "--port-file", "--slots", "--max-len"):
+for name in ("--model", "--version", "--port", "--port-file", "--slots", "--max-len"):
     p.add_argument(name)
 a = p.parse_args()
 if a.model.endswith("broken"):
@@ -51,6 +52,7 @@ class H(http.server.BaseHTTPRequestHandler):
     def log_message(self, *_):
         pass
 s = http.server.ThreadingHTTPServer(("127.0.0.1", 0), H)
+pathlib.Path(a.port_file + ".version").write_text(a.version)
 pathlib.Path(a.port_file).write_text(str(s.server_address[1]))
 s.serve_forever()
 """
@@ -77,8 +79,10 @@ def test_an_engine_is_started_once_and_found_again(store: Store, options: Engine
     assert alive(one.pid, one.process_started)
     assert os.getsid(one.pid) == one.pid, "it lives on when its starter's session ends"
     two = ensure_engine(store, "m", "/models/m", lease_s=50, options=options)
-    assert (two.id, two.pid, two.url) == (one.id, one.pid, one.url)
-    assert two.lease_until < one.lease_until
+    assert two == one, "a shorter lease takes nothing from the one that stands"
+    three = ensure_engine(store, "m", "/models/m", lease_s=10**6, options=options)
+    assert three.lease_until > two.lease_until
+    two = three
     assert list_engines(store) == [two]
     assert store.engines.route("m", "any") == two
 
@@ -128,6 +132,44 @@ def test_an_exclusive_engine_is_another_one(store: Store, options: EngineOptions
     assert mine.id != shared.id
     assert store.engines.route("m", "rl-1") == mine
     assert store.engines.route("m", "eval") == shared
+
+
+def test_an_exclusive_engine_takes_other_weights_while_it_runs(
+    store: Store, options: EngineOptions, tmp_path: Path
+) -> None:
+    one = ensure_engine(store, "m", tmp_path / "m", exclusive="rl-1", options=options)
+    two = ensure_engine(store, "m", "/weights/3", version=3, exclusive="rl-1", options=options)
+    assert (two.pid, two.path, two.version) == (one.pid, "/weights/3", 3)
+    assert (tmp_path / "m.update").read_text() == '{"path": "/weights/3", "version": 3}'
+    assert store.engines.all() == [two]
+
+
+def test_a_killed_exclusive_engine_comes_back_on_the_current_weights_alone(
+    store: Store, options: EngineOptions, tmp_path: Path
+) -> None:
+    """No reader of the table ever sees it with earlier weights, and none is sent elsewhere meanwhile."""
+    ensure_engine(store, "m", "/models/m", options=options)
+    one = ensure_engine(store, "m", tmp_path / "m", exclusive="rl-1", options=options)
+    one = ensure_engine(store, "m", tmp_path / "v3", version=3, exclusive="rl-1", options=options)
+    psutil.Process(one.pid).kill()
+    seen: list[EngineRecord | None] = []
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.002):
+            seen.append(store.engines.route("m", "rl-1", exclusive_only=True))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    two = ensure_engine(store, "m", tmp_path / "v3", version=3, exclusive="rl-1", options=options)
+    done.set()
+    thread.join(10)
+    assert two.pid != one.pid
+    assert (two.path, two.version) == (str(tmp_path / "v3"), 3)
+    assert (store.home.run / "engines" / f"{two.id}.port.version").read_text() == "3"
+    assert {(e.pid, e.version) for e in seen if e} <= {(one.pid, 3), (two.pid, 3)}
+    assert None in seen
+    assert not (tmp_path / "v3.update").exists(), "it started on them: nothing was there to update"
 
 
 def test_an_engine_that_does_not_start_shows_its_log(store: Store, options: EngineOptions) -> None:

@@ -13,21 +13,21 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from proxy_fakes import FakeEngine, Reply, register, serving, until
+from proxy_fakes import FakeEngine, Reply, a_rollout, register, serving, until
 
 from rollout.config import open_home
 from rollout.errors import EngineError
-from rollout.inference.base import CallContext, Chunk
-from rollout.inference.router import Route
+from rollout.inference.base import CallContext, Chunk, Engine
+from rollout.inference.router import EngineRouter, Route
 from rollout.inference.vllm import EngineAddress, VllmEngine, read_choice, read_chunks
 from rollout.store import open_store
-from rollout.types import Sampling
+from rollout.types import Purpose, Sampling
 
 CONTEXT = CallContext("r", "/bundle", 3, 40)
 SAMPLING = Sampling(temperature=0.5, top_p=0.8, max_tokens=9)
 
 
-async def collect(engine: VllmEngine) -> list[Chunk]:
+async def collect(engine: Engine) -> list[Chunk]:
     async with aclosing(engine.generate((1, 2, 3), SAMPLING, (7,), CONTEXT)) as chunks:  # type: ignore[type-var]
         return [chunk async for chunk in chunks]
 
@@ -155,10 +155,35 @@ def test_the_route_follows_the_table_and_leases(tmp_path: Path) -> None:
     register(store, "m", "http://mine", id="e2", exclusive="run")
     now[0] += 2
     assert (route() or EngineAddress("")).url == "http://mine"
+    assert (Route(store, "m", "run", exclusive_only=True)() or EngineAddress("")).url == "http://mine"
+    assert Route(store, "m", "another run", exclusive_only=True)() is None
     other = Route(store, "m", "another run")()
     assert other
     assert other.url == "http://two"
     store.close()
+
+
+@pytest.mark.parametrize("purpose", Purpose)
+def test_rollouts_on_policy_wait_for_their_own_engine(tmp_path: Path, purpose: Purpose) -> None:
+    """While the run's engine is started again, a shared one on the initial weights never stands in for it."""
+
+    async def main() -> list[int]:
+        shared, own = FakeEngine(queue=[Reply((11, 7))]), FakeEngine(queue=[Reply((12, 7))])
+        store = open_store(open_home(tmp_path))
+        async with serving(shared.app()) as shared_url, serving(own.app()) as own_url:
+            register(store, "m", shared_url)
+            router = EngineRouter(store)
+            engine = router.engine_for(a_rollout("r", Path("m"), purpose=purpose, run="rl-1"), None)
+            call = asyncio.create_task(collect(engine))
+            await asyncio.sleep(0.3)
+            register(store, "m", own_url, id="own", exclusive="rl-1")
+            chunks = await call
+            await router.close()
+        store.close()
+        return [i for chunk in chunks for i in chunk.ids]
+
+    on_policy = purpose in (Purpose.TRAIN, Purpose.VALIDATE)
+    assert asyncio.run(main()) == ([12, 7] if on_policy else [11, 7])
 
 
 @given(

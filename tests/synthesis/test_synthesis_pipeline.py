@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from rollout.bundle import load_tasks
+from rollout.bundle import load_task, load_tasks
 from rollout.client import seed_of
 from rollout.config import load_preset, open_home
 from rollout.errors import Cancelled, ConfigError, FailureClass, PhaseTimeout
 from rollout.store import Store, open_store
-from rollout.types import Rollout, Split, StageRecord
+from rollout.types import Resources, Rollout, Split, StageRecord, Timeouts
 from synthesis.build import build
 from synthesis.config import Checks, Counts, SynthConfig
 from synthesis.folders import draft_folder, task_folder
@@ -267,6 +267,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "nothing": (_verifier("pass\n"), "verifier"),
     "no number": (_verifier(WRITES.format("größer ✓")), "verifier"),
     "plan is no plan": (lambda b: (b / "solution" / "plan.json").write_text('{"oracle": [1]}'), "bundle"),
+    "no plan for a wrong solution": (lambda b: (b / "solution" / "wrong" / "late.sh").write_text("exit 0\n"), "bundle"),
     "no graded facts": (
         lambda b: (b / "task.toml").write_text((b / "task.toml").read_text().replace("graded = [", "other = [")),
         "bundle",
@@ -329,6 +330,26 @@ def test_a_task_that_fails_a_check_is_written_anew_and_accepted(
     assert row.identity != built[0].identity
     assert (record.kept, record.dropped, record.details["patched"]) == (4, {}, 1)
     assert {o.round for o in ledger.outcomes(row.id) if o.script == "trial"} == {0, 1}
+
+
+def test_a_wrong_solution_that_runs_in_no_sandbox_is_played_in_process(
+    store: Store, ledger: Ledger, small: SynthConfig, serve: Any
+) -> None:
+    none = small.model_copy(update={"checks": Checks(wrong=0, determinism_runs=1), "rounds": 0})
+    built = until_built(store, ledger, none)
+    trial(store, ledger, none, "r", quiet)
+    _lenient(draft_folder(store.home, built[0]))
+    assert refine(store, ledger, none, "r", quiet).dropped == {"wrong": 1}
+    row = ledger.get(built[0].id)
+    assert row is not None
+    assert row.detail == "wrong/twice scores 1 instead of 0 in process"
+
+
+def test_built_tasks_have_the_limits_of_the_settings(store: Store, ledger: Ledger, small: SynthConfig) -> None:
+    limits = {"resources": Resources(cpus=2.0, memory_mb=6144), "timeouts": Timeouts(agent=77.0)}
+    built = until_built(store, ledger, small.model_copy(update=limits))
+    task = load_task(draft_folder(store.home, built[0]))
+    assert (task.resources, task.timeouts) == (limits["resources"], limits["timeouts"])
 
 
 @pytest.mark.parametrize("name", list(PATCHED))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from flows.__main__ import NAMES
 from rollout.client import Plan, make_rollouts
 from rollout.config import Home, open_home
 from rollout.errors import ConfigError
@@ -19,7 +21,7 @@ from rollout.processes import alive, started
 from rollout.store import Store, open_store
 from rollout.types import EngineRecord, ModelRef, Purpose, StageRecord, TaskSpec
 from tasks.checkpoints import checkpoint_of, required
-from tasks.context import LEASE_S, stage_context
+from tasks.context import LEASE_S, stage_context, stage_lock
 from tasks.hooks import release
 from tasks.params import StageParams
 
@@ -105,7 +107,8 @@ def test_engines_that_somebody_needs_stay(store: Store, sleeper: subprocess.Pope
 
 
 @pytest.mark.parametrize(
-    ("exclusive", "gone"), [("smoke-rl", True), ("smoke", True), ("smoke2-rl", False), ("", False)]
+    ("exclusive", "gone"),
+    [("smoke-rl", True), ("smoke", False), ("smoke-x-rl", False), ("smoke2-rl", False), ("", False)],
 )
 def test_a_cancelled_flow_ends_its_own_engine_only(
     store: Store, sleeper: subprocess.Popen[bytes], exclusive: str, gone: bool
@@ -119,9 +122,34 @@ def test_a_cancelled_flow_ends_its_own_engine_only(
         assert sleeper.poll() is None
 
 
-def test_release_knows_the_parameters_of_an_evaluation(home: Home) -> None:
-    parameters = {"params": {"preset": "smoke", "label": "rl", "daily": True}}
-    release(flow=None, flow_run=SimpleNamespace(parameters=parameters), state=None)
+def test_the_engine_of_another_flow_in_the_same_stage_stays(store: Store, sleeper: subprocess.Popen[bytes]) -> None:
+    store.engines.put(_engine(sleeper, exclusive="smoke-rl"))
+    with stage_lock(store.home, "smoke", "rl"):
+        release(flow=None, flow_run=SimpleNamespace(parameters={"params": PARAMS}), state=None)
+    assert sleeper.poll() is None
+    assert len(store.engines.all()) == 1
+
+
+def test_only_flows_that_train_with_rl_end_an_engine() -> None:
+    """A cancelled `eval/claw` leaves the engine of a running `rl/claw` alone."""
+    hooked = {}
+    for name in NAMES:
+        flow = getattr(importlib.import_module(f"flows.{name}"), name)
+        hooks = (flow.on_cancellation_hooks, flow.on_crashed_hooks, flow.on_failure_hooks)
+        hooked[name] = [[hook.__name__ for hook in some] for some in hooks]
+    ends = [["release"]] * 3
+    assert {name for name, hooks in hooked.items() if hooks == ends} == {"rl", "pipeline"}
+    assert [hooks for hooks in hooked.values() if hooks != ends] == [[[], [], []]] * (len(NAMES) - 2)
+
+
+@pytest.mark.parametrize(("hours", "shortened"), [(4, True), (12, False)])
+def test_a_stage_shortens_the_lease_of_its_own_engine_only(
+    store: Store, sleeper: subprocess.Popen[bytes], hours: float, shortened: bool
+) -> None:
+    with stage_context(PARAMS, "trial") as ctx, ctx.served("m"):
+        store.engines.put(_engine(sleeper, lease_s=hours * 3600))
+    (left,) = [e.lease_until - time.time() for e in store.engines.all()]
+    assert (left <= LEASE_S) is shortened
 
 
 def test_a_checkpoint_is_what_the_record_says_and_the_disk_has(store: Store, tmp_path: Path) -> None:

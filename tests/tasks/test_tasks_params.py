@@ -38,6 +38,16 @@ def test_paper_presets_are_table_a1(
     assert (loss.kl, loss.entropy, rl.gamma, rl.merge) == (kl, entropy, 1.0, False)
 
 
+@pytest.mark.parametrize(
+    ("name", "cpus", "memory_mb", "agent_s"),
+    [("claw", 2.0, 2048, 900.0), ("computer-use", 4.0, 4096, 600.0), ("browser-use", 2.0, 6144, 900.0)],
+)
+def test_paper_presets_give_tasks_the_pods_of_table_a1(name: str, cpus: float, memory_mb: int, agent_s: float) -> None:
+    synth = StageParams(preset=name).load().synth
+    assert (synth.resources.cpus, synth.resources.memory_mb) == (cpus, memory_mb)
+    assert synth.timeouts.agent == agent_s
+
+
 def test_demo_preset_has_the_evaluation_that_it_promises() -> None:
     preset = StageParams(preset="demo").load()
     assert preset.synth.counts.heldout >= 48

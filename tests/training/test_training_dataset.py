@@ -138,15 +138,22 @@ def test_a_damaged_or_missing_dataset_says_what_to_do(tmp_path: Path) -> None:
         read_manifest(folder)
 
 
-def test_grouped_batches_hold_one_family_and_every_row_once() -> None:
-    rows = [row([False, True, True], (k, k, k), family=f"f{k % 3}") for k in range(26)]
+def test_grouped_batches_hold_one_kind_in_turn_and_every_row_once() -> None:
+    rows = [row([False, True, True], (1, 2, k), family=f"f{k % 3}") for k in range(26)]
     planned = plan_rows(rows, SftConfig(batch=4))
     assert sorted(r.token_ids for r in planned) == sorted(r.token_ids for r in rows)
     batches = [planned[at : at + 4] for at in range(0, 24, 4)]
     assert sum(len({r.family for r in batch}) == 1 for batch in batches) == 6
-    assert [b[0].family for b in batches] != sorted(b[0].family for b in batches)
+    kinds = [b[0].family for b in batches]
+    assert len(set(kinds[:3])) == len(set(kinds[3:])) == 3
     assert plan_rows(rows, SftConfig(batch=4)) == planned
     assert plan_rows(rows, SftConfig(batch=4, seed=1)) != planned
+
+
+def test_rows_of_a_family_that_begin_otherwise_are_another_kind() -> None:
+    rows = [row([False, True, True], (k % 2, 2, k)) for k in range(8)]
+    planned = plan_rows(rows, SftConfig(batch=4))
+    assert [{r.token_ids[0] for r in planned[at : at + 4]} in ({0}, {1}) for at in (0, 4)] == [True, True]
 
 
 def test_epochs_and_steps_bound_the_plan() -> None:

@@ -186,6 +186,35 @@ def test_nothing_to_do_and_nothing_kept_say_what_to_do(store: Store, tasks_dir: 
         run(store, tasks_dir, failing, DistillConfig(attempts=1))
 
 
+def test_a_real_teacher_gets_an_engine_and_is_asked_by_name(
+    store: Store, tasks_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = save_policy(store.home.models / "teacher", layers=3)
+    served: list[tuple[str, str]] = []
+    monkeypatch.setattr("training.distill.ensure_engine", lambda _store, name, path: served.append((name, path)))
+    config = DistillConfig(attempts=1, teacher="teacher")
+    record = run(store, tasks_dir, PlayedClient(store, play), config)
+    assert record.kept == 5
+    assert served == [("teacher", str(policy))]
+    assert {r.model.name for r in store.rollouts.query(run="d")} == {"teacher"}
+    assert run(store, tasks_dir, PlayedClient(store, play), config) == record
+    assert len(served) == 1, "what is done needs no engine"
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "chat_template.jinja"])
+def test_a_teacher_that_writes_other_ids_is_refused_before_anything_starts(
+    store: Store, tasks_dir: Path, file: str
+) -> None:
+    other = save_policy(store.home.models / "other") / file
+    other.write_text(other.read_text() + " ")
+    with pytest.raises(ConfigError, match=r"set distill\.teacher"):
+        run(store, tasks_dir, PlayedClient(store, play), DistillConfig(teacher="other"))
+    with pytest.raises(ConfigError, match="no model 'nobody'"):
+        run(store, tasks_dir, PlayedClient(store, play), DistillConfig(teacher="nobody"))
+    assert store.engines.all() == []
+    assert store.rollouts.query(run="d") == []
+
+
 def test_the_scripted_teacher_is_told_the_student_and_its_rates() -> None:
     plan = teacher_plan(DistillConfig(), "d", "smollm2")
     assert plan.model.name == "scripted:oracle?student=smollm2&lazy=0.86&wrong=0.05"

@@ -20,7 +20,6 @@ from training.models import (
     ENTRY,
     ModelEntry,
     add_model,
-    chat_template,
     digest_folder,
     list_models,
     read_entry,
@@ -239,10 +238,34 @@ def test_a_checkpoint_folder_is_a_model(tmp_path: Path, tiny_model: ModelEntry) 
     assert read_entry(tmp_path / "moved").path == str(tmp_path / "moved")
 
 
-def test_only_a_template_of_the_family_gets_its_renderer(tiny_model: ModelEntry) -> None:
-    template = chat_template(Path(tiny_model.path)) or ""
-    assert renderer_of(template) == "qwen3"
-    assert renderer_of("{% for m in messages %}<|im_start|>{{ m.role }}{% endfor %}") == "default"
+TEMPLATES = {
+    "its own": ("", "", "qwen3"),
+    "another line break in the tool block": ("# Tools\\n\\n", "# Tools\\n", "default"),
+    "another tool result": ("<tool_response>\\n", "<tool_response>", "default"),
+    "thinking by default": ("<think>\\n\\n</think>\\n\\n", "", "default"),
+}
+
+
+@pytest.mark.parametrize("case", TEMPLATES)
+def test_only_a_template_that_gives_the_same_ids_gets_the_familys_renderer(
+    tmp_path: Path, tiny_model: ModelEntry, case: str
+) -> None:
+    """All of these hold the family's marks; what differs shows in one kind of history only."""
+    before, after, renderer = TEMPLATES[case]
+    source = tmp_path / "source"
+    shutil.copytree(tiny_model.path, source)
+    file = source / "chat_template.jinja"
+    text = file.read_text()
+    assert before in text
+    file.write_text(text.replace(before, after) if before else text)
+    assert add_model(open_home(tmp_path / "home"), str(source), "m").renderer == renderer
+
+
+def test_a_template_without_the_familys_marks_is_used_as_it_is(tmp_path: Path, tiny_model: ModelEntry) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(tiny_model.path, source)
+    (source / "chat_template.jinja").write_text("{% for m in messages %}<|im_start|>{{ m.role }}{% endfor %}")
+    assert renderer_of(source) == "default"
 
 
 @pytest.mark.model

@@ -80,12 +80,14 @@ class _Live:
 class Batcher:
     """Slots of one model. `step` does one forward pass and returns what it sampled."""
 
-    def __init__(self, path: str | Path, *, slots: int, max_len: int, dtype: torch.dtype | None = None) -> None:
-        """`dtype` None: bf16 where the processor has bf16 units, else f32. Raises ConfigError."""
+    def __init__(
+        self, path: str | Path, *, slots: int, max_len: int, dtype: torch.dtype | None = None, version: int = 0
+    ) -> None:
+        """`dtype` None: bf16 where the processor has bf16 units, else f32. `path` is `version`. Raises ConfigError."""
         self._cache = SlotCache(slots, max_len)
         self.model = SlotModel(path, self._cache, dtype)
         self.table = SlotTable(slots, max_len)
-        self.version = 0
+        self.version = version
         self.counters = Counters()
         self._waiting: deque[_Live] = deque()
         self._live: dict[int, _Live] = {}

@@ -66,8 +66,10 @@ class _Totals:
 class ReferenceTrainer:
     """Trains the Hugging Face folder `path`; `path` must stay in place while the trainer lives."""
 
-    def __init__(self, path: Path, config: TrainerConfig) -> None:
+    def __init__(self, path: Path, config: TrainerConfig, *, temperature: float = 1.0) -> None:
+        """`temperature` is the sampling's, at which the engine's log-probabilities are."""
         self.config = config
+        self.temperature = temperature
         self.version = 0
         self._path = path
         self._model = load_full(path).eval()
@@ -108,7 +110,7 @@ class ReferenceTrainer:
             packed = pack_rows(rows)
             targets = self._targets(rows, packed, [old[i] for i in pack] if old is not None else None)
             scores = score_tokens(
-                self._model, packed, temperature=self.config.loss.temperature, entropy=self.config.loss.entropy > 0
+                self._model, packed, temperature=self.temperature, entropy=self.config.loss.entropy > 0
             )
             sums = policy_loss(scores, targets, self.config.loss)
             (sums.loss / weight).backward()  # type: ignore[no-untyped-call]
@@ -127,7 +129,7 @@ class ReferenceTrainer:
         reference = None
         if self._reference is not None:
             with torch.no_grad():
-                reference = score_tokens(self._reference, packed, temperature=self.config.loss.temperature).logprobs
+                reference = score_tokens(self._reference, packed, temperature=self.temperature).logprobs
         return TokenTargets(
             recorded=_of_trained(rows, [s.logprobs for s in rows]),
             advantage=_of_trained(rows, [[s.advantage] * len(s.mask) for s in rows]),
@@ -152,7 +154,7 @@ class ReferenceTrainer:
         out: list[list[float]] = [[] for _ in samples]
         for pack in self._packs(samples):
             packed = pack_rows([samples[i] for i in pack])
-            found = score_tokens(self._model, packed, temperature=self.config.loss.temperature).logprobs.tolist()
+            found = score_tokens(self._model, packed, temperature=self.temperature).logprobs.tolist()
             for i in pack:
                 count = sum(samples[i].mask)
                 out[i], found = found[:count], found[count:]
