@@ -13,10 +13,10 @@ def serve(*, port: int = 0, concurrency: int = 0, idle_exit: float = 0.0) -> int
     port
         TCP port of the proxy on 127.0.0.1; 0 takes a free one. Sandboxes use its unix socket.
     concurrency
-        Rollouts at the same time; 0 takes the default.
+        Rollouts at the same time; 0 takes OPENFORGE_CONCURRENCY, or 32 where that is not set.
     idle_exit
         Seconds without a rollout after which it ends; 0 never.
     """
-    from rollout.serve import CONCURRENCY, main
+    from rollout.serve import main
 
-    return main(open_home(), port=port, concurrency=concurrency or CONCURRENCY, idle_exit=idle_exit)
+    return main(open_home(), port=port, concurrency=concurrency, idle_exit=idle_exit)

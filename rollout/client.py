@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from rollout.errors import InfrastructureError, PhaseTimeout
+from rollout.errors import ConfigError, InfrastructureError, PhaseTimeout
 from rollout.processes import find_serve
 from rollout.store import Store
 from rollout.types import Limits, ModelRef, Purpose, Rollout, Sampling, TaskSpec, Trajectory
@@ -67,7 +67,15 @@ class RolloutClient:
         self._store = store
 
     def submit(self, rollouts: Sequence[Rollout]) -> list[str]:
-        """Enqueues what is not there yet; returns all ids in order."""
+        """Enqueues what is not there yet; returns all ids in order.
+
+        Raises ConfigError when an id stands for a rollout of another task or model: its result would be taken for
+        that of these.
+        """
+        known = self._store.rollouts.latest([r.id for r in rollouts])
+        for rollout in rollouts:
+            if rollout.id in known:
+                _refuse_changed(known[rollout.id], rollout)
         self._store.rollouts.enqueue(rollouts)
         return [r.id for r in rollouts]
 
@@ -110,7 +118,7 @@ class RolloutClient:
             return
         log = home.logs / "serve.log"
         with log.open("ab") as out:
-            subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-m", "rollout.serve", "--home", str(home.root), "--idle-exit", "600"],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -122,5 +130,21 @@ class RolloutClient:
         while time.monotonic() < end:
             if find_serve(home):
                 return
+            if process.poll():
+                raise InfrastructureError(f"openforge serve ended with {process.returncode}; see {log}")
             time.sleep(0.1)
         raise InfrastructureError(f"openforge serve did not come up within {SERVE_START_S:.0f} s; see {log}")
+
+
+def _refuse_changed(known: Rollout, asked: Rollout) -> None:
+    """Raises ConfigError for another digest of the task or the model under one id."""
+    pairs = {
+        f"task {asked.task_id} ({asked.task.bundle})": (known.task.digest, asked.task.digest),
+        f"model {asked.model.name}": (known.model.digest, asked.model.digest),
+    }
+    for what, (before, now) in pairs.items():
+        if before != now:
+            raise ConfigError(
+                f"rollout {asked.id} was asked for before with another {what}: digest {before[:12] or 'none'} then, "
+                f"{now[:12] or 'none'} now; choose another --run, or restore what it was"
+            )

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from rollout.config import Home
 from rollout.errors import (
@@ -38,7 +40,9 @@ from rollout.store import Store
 from rollout.types import Failure, Rollout, RolloutState, TaskSpec
 from rollout.verifier import verify
 
+P = ParamSpec("P")
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 SOCKET = "/run/proxy/proxy.sock"
 GRACE_S = 30.0
 """Added to a phase's own deadline for the transport around it."""
@@ -58,7 +62,10 @@ class Context:
 
 
 async def run_rollout(rollout: Rollout, ctx: Context) -> Rollout:
-    """Takes a STARTING rollout to its end and returns it. Never raises for what a rollout can do wrong."""
+    """Takes a STARTING rollout to its end and returns it. Never raises for what a rollout can do wrong.
+
+    Raises StoreError or SQLAlchemyError when its end cannot be recorded: the caller must.
+    """
     run = _Run(rollout, ctx)
     try:
         await run.start()
@@ -66,11 +73,11 @@ async def run_rollout(rollout: Rollout, ctx: Context) -> Rollout:
         await run.verify_phase(completed)
     except asyncio.CancelledError as error:
         cause = error.args[0] if error.args and isinstance(error.args[0], Exception) else Cancelled("cancelled")
-        run.fail(cause)
+        await uninterrupted(run.fail(cause))
     except Exception as error:  # the one place that turns any failure into a recorded one
-        run.fail(error)
+        await uninterrupted(run.fail(error))
     finally:
-        await run.clean()
+        await uninterrupted(run.clean())
     return run.rollout
 
 
@@ -87,9 +94,15 @@ class _Run:
     async def start(self) -> None:
         rollout, task = self.rollout, self.task
         self.harness = make_harness(rollout.harness)
-        self.ctx.services.open(rollout.id, read_seeds(task), tools=task.tools)
         phase = "solution" if rollout.harness.startswith(PREFIX) else "agent"
-        key = self.ctx.store.rollouts.issue_key(rollout.id, phase)
+        self.ctx.services.open(
+            rollout.id,
+            read_seeds(task),
+            error_rate=task.error_rate if phase == "agent" else 0.0,
+            error_seed=rollout.sampling.seed,
+            tools=task.tools,
+        )
+        key = await written(self.ctx.store.rollouts.issue_key, rollout.id, phase)
         self.launch = self.harness.launch(rollout, task, Endpoint(SOCKET, f"/rollouts/{rollout.id}", key))
         spec = SandboxSpec(
             id=rollout.id,
@@ -101,7 +114,7 @@ class _Run:
         )
         self.sandbox = self.ctx.make_sandbox()
         await deadline(self.sandbox.start(spec), task.timeouts.setup, "setup")
-        self._advance(RolloutState.RUNNING)
+        await self._advance(RolloutState.RUNNING)
 
     async def harness_phase(self) -> Completed:
         assert self.sandbox
@@ -118,18 +131,18 @@ class _Run:
             try:
                 self.harness.check(completed, stored.end_reason if stored else "")
             except PolicyEnd as end:
-                self._note(str(end))
+                await self._note(str(end))
             except HarnessError as error:
                 raise self._cause(error) from error
         else:
-            self._note(completed.limit)
+            await self._note(completed.limit)
         return completed
 
     async def verify_phase(self, completed: Completed) -> None:
         assert self.sandbox
         self.phase = "verify"
-        self._advance(RolloutState.VERIFYING)
-        self.ctx.store.rollouts.revoke_keys(self.rollout.id)
+        await self._advance(RolloutState.VERIFYING)
+        await written(self.ctx.store.rollouts.revoke_keys, self.rollout.id)
         state = await deadline(
             self.sandbox.export(self.task.verifier.state, self.task.resources.disk_mb * 2**20), GRACE_S, "verify"
         )
@@ -137,23 +150,28 @@ class _Run:
         limit = self.task.timeouts.verify
         work = verify(self.task, f"{self.rollout.id}.verify", self.ctx.make_sandbox, final, state)
         verdict = await deadline(work, limit + GRACE_S, "verify")
-        self._advance(RolloutState.SUCCEEDED, verdict=verdict, ended=time.time())
+        await self._advance(RolloutState.SUCCEEDED, verdict=verdict, ended=time.time())
 
-    def fail(self, error: BaseException) -> None:
+    async def fail(self, error: BaseException) -> None:
         kind = classify(error)
         failure = Failure(kind=kind, phase=self.phase, message=str(error)[:2000] or type(error).__name__)
         states = {FailureClass.TIMEOUT: RolloutState.TIMED_OUT, FailureClass.CANCELLED: RolloutState.CANCELLED}
-        ended = self.ctx.store.rollouts.finish(
-            self.rollout, states.get(kind, RolloutState.FAILED), failure, retry=kind is FailureClass.INFRASTRUCTURE
-        )
+        state, retry = states.get(kind, RolloutState.FAILED), kind is FailureClass.INFRASTRUCTURE
+        ended = await written(self.ctx.store.rollouts.finish, self.rollout, state, failure, retry=retry)
         self.rollout = ended or self.rollout
 
     async def clean(self) -> None:
-        self.ctx.store.rollouts.revoke_keys(self.rollout.id)
-        self.ctx.forget(self.rollout.id)
-        self.ctx.services.close(self.rollout.id)
-        if self.sandbox:
-            await self.sandbox.stop()
+        """The sandbox first: nothing runs on without its proxy and services. A failing step skips no other."""
+        rollout_id = self.rollout.id
+        with _step(rollout_id, "stop its sandbox"):
+            if self.sandbox:
+                await self.sandbox.stop()
+        with _step(rollout_id, "revoke its keys"):
+            await written(self.ctx.store.rollouts.revoke_keys, rollout_id)
+        with _step(rollout_id, "forget its session"):
+            self.ctx.forget(rollout_id)
+        with _step(rollout_id, "close its services"):
+            self.ctx.services.close(rollout_id)
 
     def _cause(self, error: HarnessError) -> RolloutError:
         """A harness that gave up on our own broken model call is no harness failure."""
@@ -163,14 +181,43 @@ class _Run:
             return InfrastructureError(f"a model call failed: {last.message}")
         return error
 
-    def _note(self, reason: str) -> None:
-        self.ctx.store.rollouts.note_end(self.rollout.id, reason)
+    async def _note(self, reason: str) -> None:
+        await written(self.ctx.store.rollouts.note_end, self.rollout.id, reason)
 
-    def _advance(self, state: RolloutState, **changes: object) -> None:
-        new = self.ctx.store.rollouts.advance(self.rollout, state=state, **changes)
+    async def _advance(self, state: RolloutState, **changes: object) -> None:
+        new = await written(self.ctx.store.rollouts.advance, self.rollout, state=state, **changes)
         if new is None:
             raise InfrastructureError(f"{self.rollout.id} was taken from this process while it ran")
         self.rollout = new
+
+
+@contextmanager
+def _step(rollout_id: str, what: str) -> Iterator[None]:
+    """One step of cleaning up: its failure is logged, what it leaves is found again (leases, reaping)."""
+    try:
+        yield
+    except Exception:
+        log.exception("rollout %s: could not %s", rollout_id, what)
+
+
+async def written(write: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """A write to the store, in a thread; a cancellation waits until it is committed, so that none comes late."""
+    return await uninterrupted(asyncio.to_thread(write, *args, **kwargs))
+
+
+async def uninterrupted(work: Coroutine[Any, Any, T]) -> T:
+    """Runs `work` to its end; a cancellation that came meanwhile is raised after it."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    result = task.result()
+    if cancelled:
+        raise cancelled
+    return result
 
 
 async def deadline(work: Awaitable[T], seconds: float, phase: str) -> T:

@@ -2,7 +2,7 @@
 
 Three listeners: the proxy on a unix socket (what sandboxes see) and on 127.0.0.1, and the runners' long-poll on a
 second socket that no sandbox sees. `serve.json` in the home names the process while it lives; a second serve in
-the same home ends at once.
+the same home ends at once. OPENFORGE_CONCURRENCY is how many rollouts run at once where the command line says nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Literal
@@ -38,6 +39,11 @@ from rollout.store import open_store
 
 log = logging.getLogger(__name__)
 CONCURRENCY = 32
+CONCURRENCY_VARIABLE = "OPENFORGE_CONCURRENCY"
+CONCURRENCY_MAX = 4096
+LISTEN_END_S = 10.0
+SPARE_THREADS = 16
+"""Beside one for each rollout, whose write may wait for a locked store: for the proxy, the sandboxes and sweeps."""
 
 
 class _Server(uvicorn.Server):
@@ -80,38 +86,44 @@ def _server(app: Starlette, lifespan: Literal["on", "off"]) -> _Server:
 
 
 async def serve(home: Home, *, port: int = 0, concurrency: int = CONCURRENCY, idle_exit: float = 0.0) -> None:
-    """Runs until SIGTERM or SIGINT, or until nothing ran for `idle_exit` seconds (0: never)."""
-    store = open_store(home)
-    services, hub = ServiceHost(), RunnerHub()
-    router = EngineRouter(store)
-    proxy = create_proxy(ProxyContext(store=store, services=services, engines=router))
-    ctx = Context(store, services, lambda: LocalSandbox(hub, home), proxy.state.sessions.forget)
-    reap(home)
-    orchestrator = Orchestrator(ctx, concurrency)
-    servers = [_server(proxy, "on"), _server(create_hub(hub), "off")]
-    tcp = _tcp(port)
-    unix = _listener(home.run / "proxy" / "proxy.sock")
-    runner = _listener(home.run / "runner" / "runner.sock")
+    """Runs until SIGTERM or SIGINT, or until nothing ran for `idle_exit` seconds (0: never).
+
+    However it ends, the rollouts end first, then the listeners that their sandboxes need, the store last.
+    """
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(concurrency + SPARE_THREADS))
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     async with AsyncExitStack() as stack:
+        store = open_store(home)
+        stack.callback(serve_file(home).unlink, missing_ok=True)
         stack.callback(store.close)
+        services, hub, router = ServiceHost(), RunnerHub(), EngineRouter(store)
         stack.push_async_callback(router.close)
-        listening = [
-            asyncio.create_task(servers[0].serve([unix, tcp])),
-            asyncio.create_task(servers[1].serve([runner])),
-        ]
+        proxy = create_proxy(ProxyContext(store=store, services=services, engines=router))
+        reap(home)
+        tcp = _tcp(port)
+        _listen(stack, _server(proxy, "on"), [_listener(home.run / "proxy" / "proxy.sock"), tcp])
+        _listen(stack, _server(create_hub(hub), "off"), [_listener(home.run / "runner" / "runner.sock")])
         url = f"http://127.0.0.1:{tcp.getsockname()[1]}"
         write_pid_file(serve_file(home), url=url)
         log.info("serving %s at %s", home.root, url)
+        ctx = Context(store, services, lambda: LocalSandbox(hub, home), proxy.state.sessions.forget)
+        orchestrator = Orchestrator(ctx, concurrency)
+        stack.push_async_callback(orchestrator.stop)
         loop = asyncio.create_task(orchestrator.run())
         await _until(stop, loop, lambda: bool(idle_exit) and time.monotonic() - orchestrator.idle_since > idle_exit)
-        await orchestrator.stop()
-        for server in servers:
-            server.should_exit = server.force_exit = True
-        await asyncio.wait(listening, timeout=10)
-    serve_file(home).unlink(missing_ok=True)
+
+
+def _listen(stack: AsyncExitStack, server: _Server, sockets: list[socket.socket]) -> None:
+    """Starts a server that ends with `stack`."""
+    listening = asyncio.create_task(server.serve(sockets))
+
+    async def end() -> None:
+        server.should_exit = server.force_exit = True
+        await asyncio.wait([listening], timeout=LISTEN_END_S)
+
+    stack.push_async_callback(end)
 
 
 async def _until(stop: asyncio.Event, loop: asyncio.Task[None], idle: Callable[[], bool]) -> None:
@@ -122,8 +134,21 @@ async def _until(stop: asyncio.Event, loop: asyncio.Task[None], idle: Callable[[
             await asyncio.wait_for(stop.wait(), 1.0)
 
 
-def main(home: Home, *, port: int = 0, concurrency: int = CONCURRENCY, idle_exit: float = 0.0) -> int:
-    """Entry point; returns 0. A serve that already runs in this home makes this one end with a message."""
+def concurrency_of(asked: int) -> int:
+    """Rollouts at once: `asked`, else OPENFORGE_CONCURRENCY, else the default. Raises ConfigError outside 1..4096."""
+    source = "--concurrency" if asked else CONCURRENCY_VARIABLE
+    text = str(asked) if asked else os.environ.get(CONCURRENCY_VARIABLE) or str(CONCURRENCY)
+    if not text.strip().isdecimal() or not 1 <= int(text) <= CONCURRENCY_MAX:
+        raise ConfigError(f"{source} is {text!r}; give a whole number from 1 to {CONCURRENCY_MAX}")
+    return int(text)
+
+
+def main(home: Home, *, port: int = 0, concurrency: int = 0, idle_exit: float = 0.0) -> int:
+    """Entry point; returns 0. A serve that already runs in this home makes this one end with a message.
+
+    `concurrency` 0: see `concurrency_of`. Raises ConfigError.
+    """
+    slots = concurrency_of(concurrency)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
     with (home.run / "serve.lock").open("w") as lock:
@@ -135,7 +160,7 @@ def main(home: Home, *, port: int = 0, concurrency: int = CONCURRENCY, idle_exit
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         import uvloop
 
-        uvloop.run(serve(home, port=port, concurrency=concurrency, idle_exit=idle_exit))
+        uvloop.run(serve(home, port=port, concurrency=slots, idle_exit=idle_exit))
     return 0
 
 
@@ -143,7 +168,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="openforge serve", description=__doc__)
     parser.add_argument("--home", default=None)
     parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--concurrency", type=int, default=CONCURRENCY)
+    parser.add_argument("--concurrency", type=int, default=0, help=f"rollouts at once (0: ${CONCURRENCY_VARIABLE})")
     parser.add_argument("--idle-exit", type=float, default=0.0)
     return parser.parse_args()
 

@@ -98,6 +98,8 @@ class TaskSpec(Record):
     resources: Resources = Resources()
     timeouts: Timeouts = Timeouts()
     needs_image: bool = False
+    error_rate: float = Field(0.0, ge=0, lt=1)
+    """Share of an agent's service calls that fail with 429 or 503, by the rollout's sampling seed."""
     provenance: Provenance = Provenance()
 
 

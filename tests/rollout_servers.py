@@ -127,7 +127,7 @@ class FakeProxy:
         name = request.path_params["tool"]
         self.tools.append((f"{request.path_params['service']}/{name}", arguments))
         status, body = self._tool(name, arguments)
-        return Response(json.dumps({"result" if status < 400 else "error": body}), status)
+        return Response(json.dumps({"status": status, "result" if status < 400 else "error": body}))
 
 
 async def _chunks(message: dict[str, Any]) -> AsyncIterator[bytes]:

@@ -30,6 +30,7 @@ _SHARED = (
     "harness",
     "tools",
     "needs_image",
+    "error_rate",
     "verifier",
     "resources",
     "timeouts",
@@ -62,6 +63,7 @@ def load_task(folder: str | Path) -> TaskSpec:
         "tools": extras.tools,
         "verifier": VerifierSpec(mode=extras.mode, state=extras.state),
         "needs_image": _needs_image(root, config) if extras.needs_image is None else extras.needs_image,
+        "error_rate": extras.error_rate,
         "provenance": _provenance(extras, metadata),
         **{key: metadata[key] for key in ("domain", "category", "split") if key in metadata},
     }

@@ -48,6 +48,8 @@ class BundleSpec:
     dockerfile: str = ""
     """Empty: the plain base."""
     needs_image: bool = False
+    error_rate: float = 0.0
+    """Share of an agent's service calls that fail."""
     verifier: VerifierSpec = field(default_factory=VerifierSpec)
     resources: Resources = field(default_factory=Resources)
     timeouts: Timeouts = field(default_factory=Timeouts)
@@ -65,6 +67,7 @@ class Extras(Record):
     mode: VerificationMode = VerificationMode.FRESH
     state: tuple[str, ...] = ("/workspace",)
     needs_image: bool | None = None
+    error_rate: float = Field(0.0, ge=0, lt=1)
     pids: int = Field(64, ge=4)
     output_kb: int = Field(256, ge=1)
     setup_timeout_sec: float = Field(60.0, gt=0)

@@ -92,6 +92,7 @@ def _toml(spec: BundleSpec) -> str:
             "mode": spec.verifier.mode.value,
             "state": spec.verifier.state,
             "needs_image": spec.needs_image,
+            **({"error_rate": spec.error_rate} if spec.error_rate else {}),
             "pids": r.pids,
             "output_kb": r.output_kb,
             "setup_timeout_sec": spec.timeouts.setup,

@@ -2,8 +2,9 @@
 
     python3 -I -S /opt/openforge/tool.py <service> <tool> '<json arguments>'
 
-Prints the result as JSON and ends 0; prints {"error": ...} and ends 1 when the tool refused; ends 70 with a
-message when the gateway could not be used. OPENFORGE_SOCKET, OPENFORGE_BASE and OPENFORGE_KEY say where it is.
+Prints the result as JSON and ends 0; prints {"status": ..., "error": ...} and ends 1 when the tool refused or its
+service failed; ends 70 with a message when the gateway could not be used, which a HTTP status of 401, 429 or 5xx says.
+OPENFORGE_SOCKET, OPENFORGE_BASE and OPENFORGE_KEY say where it is.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def main(argv: list[str]) -> int:
         print(json.dumps(answer["result"], ensure_ascii=False))
         return 0
     print(json.dumps(answer, ensure_ascii=False))
-    return 70 if status == 401 or status >= 500 else 1
+    return 70 if status in (401, 429) or status >= 500 else 1
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
     user -> model -> tool calls -> results -> model -> ... -> answer without tool calls -> /workspace/answer.txt
 
 Chat Completions over the proxy's unix socket; tools through the gateway on the same socket. Assistant messages
-are sent back exactly as they came. A 400 whose code ends in `_cap` is a normal end; an answer of 401, or one that
-stays away, ends the program with 70.
+are sent back exactly as they came. What a service answers comes in an envelope with HTTP status 200, its 429 and
+503 too: the model reads it. A HTTP status of 429 or 5xx is infrastructure, and tried again. A 400 whose code ends
+in `_cap` is a normal end; an answer of 401, or one that stays away, ends the program with 70.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The orchestrator: claims queued rollouts, runs each through the lifecycle, cancels, and picks up what others lost.
 
 It meets the proxy only through the store. A lease names the owner of every running rollout; when an owner dies,
-its rollouts fail as infrastructure and their next attempts are enqueued in the same transaction.
+its rollouts fail as infrastructure and their next attempts are enqueued in the same transaction. A store that
+fails (a full disk, a locked database) is waited for: running rollouts go on meanwhile.
 """
 
 from __future__ import annotations
@@ -11,9 +12,13 @@ import logging
 import os
 import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
-from rollout.errors import Cancelled, FailureClass, InfrastructureError
+from sqlalchemy.exc import SQLAlchemyError
+
+from rollout.errors import Cancelled, FailureClass, InfrastructureError, StoreError
+from rollout.inference.launch import reap_engines
 from rollout.lifecycle import Context, run_rollout
 from rollout.processes import alive, started
 from rollout.types import Failure, Rollout, RolloutState
@@ -23,6 +28,10 @@ LEASE_S = 60.0
 RENEW_S = 10.0
 POLL_S = 0.1
 SWEEP_S = 2.0
+REAP_S = 30.0
+STOP_S = 30.0
+BACKOFF_S = (0.5, 15.0)
+"""First and longest pause after a tick that the store broke; each doubles the one before."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,21 @@ class Owner:
         return f"{self.host}:{self.pid}:{self.started:.2f}"
 
 
+class Every:
+    """Due at once, then every `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._at = 0.0
+
+    def due(self) -> bool:
+        now = time.monotonic()
+        if now < self._at:
+            return False
+        self._at = now + self._seconds
+        return True
+
+
 class Orchestrator:
     """Runs at most `concurrency` rollouts at once until `stop` is called."""
 
@@ -50,60 +74,111 @@ class Orchestrator:
         self._slots = concurrency
         self._owner = Owner.mine()
         self._running: dict[str, asyncio.Task[Rollout]] = {}
-        self._stopping = False
-        self._sweep_at = self._renew_at = 0.0
+        self._broken: dict[str, str] = {}
+        """Rollouts whose end was not recorded, and why; each tick tries to."""
+        self._stopping = asyncio.Event()
+        self._ticking = asyncio.Lock()  # held by a tick, so that `stop` sees every rollout that was claimed
+        self._recovered = False
+        self._renewal, self._sweeping, self._reaping = Every(RENEW_S), Every(SWEEP_S), Every(REAP_S)
+        self._reaper: asyncio.Task[None] | None = None
         self.idle_since = time.monotonic()
 
     async def run(self) -> None:
-        self._recover_host()
-        while not self._stopping:
-            self._claim()
-            self._sweep()
-            if self._running:
-                self.idle_since = time.monotonic()
-            await asyncio.sleep(POLL_S)
+        """Ticks until it is stopped. What breaks a tick in the store is logged and tried again."""
+        pause = POLL_S
+        while not self._stopping.is_set():
+            try:
+                async with self._ticking:
+                    await self._tick()
+                pause = POLL_S
+            except (StoreError, SQLAlchemyError) as error:
+                pause = min(max(2 * pause, BACKOFF_S[0]), BACKOFF_S[1])
+                log.warning("the store failed, trying again in %.1f s: %s", pause, error)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause)
 
     async def stop(self) -> None:
         """Ends running rollouts as infrastructure failures, so that they are tried again by the next owner."""
-        self._stopping = True
-        tasks = list(self._running.values())
-        for task in tasks:
-            task.cancel(InfrastructureError("openforge serve was stopped"))
-        if tasks:
-            await asyncio.wait(tasks, timeout=30)
+        self._stopping.set()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STOP_S), self._ticking:
+                pass
+        for task in self._running.values():
+            _cancel(task, InfrastructureError("openforge serve was stopped"))
+        waited = [*self._running.values(), *([self._reaper] if self._reaper else [])]
+        if waited:
+            await asyncio.wait(waited, timeout=STOP_S)
+        await asyncio.sleep(0)  # the callbacks of the last ended tasks
+        try:
+            await self._record_broken()
+        except (StoreError, SQLAlchemyError) as error:
+            log.warning("left to the next owner, the store failed: %s", error)
 
-    def _claim(self) -> None:
+    async def _tick(self) -> None:
+        if self._stopping.is_set():
+            return
+        if not self._recovered:
+            await asyncio.to_thread(self._recover_host)
+            self._recovered = True
+        await self._record_broken()
+        await self._claim()
+        await self._sweep()
+        if self._running:
+            self.idle_since = time.monotonic()
+
+    async def _claim(self) -> None:
         free = self._slots - len(self._running)
         if free <= 0:
             return
-        for rollout in self._store.claim(str(self._owner), free, LEASE_S):
+        for rollout in await asyncio.to_thread(self._store.claim, str(self._owner), free, LEASE_S):
             task = asyncio.create_task(run_rollout(rollout, self._ctx), name=rollout.id)
             self._running[rollout.id] = task
-            task.add_done_callback(lambda t: self._ended(t))
+            task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[Rollout]) -> None:
         self._running.pop(task.get_name(), None)
-        if not task.cancelled() and (error := task.exception()):
+        error = asyncio.CancelledError("it was cancelled") if task.cancelled() else task.exception()
+        if error:
             log.error("rollout %s broke the lifecycle: %r", task.get_name(), error)
+            self._broken[task.get_name()] = f"its end was not recorded: {error!r}"
 
-    def _sweep(self) -> None:
-        now = time.monotonic()
-        if now >= self._renew_at:
-            self._renew_at = now + RENEW_S
-            self._store.renew(str(self._owner), LEASE_S)
-            self._retry(self._store.orphans(), "the lease of its owner ran out")
-        if now >= self._sweep_at:
-            self._sweep_at = now + SWEEP_S
-            self._cancel_marked()
+    async def _record_broken(self) -> None:
+        for rollout_id, why in list(self._broken.items()):
+            if rollout := await asyncio.to_thread(self._store.get, rollout_id):
+                await asyncio.to_thread(self._retry, [rollout], why)
+            del self._broken[rollout_id]
 
-    def _cancel_marked(self) -> None:
-        for rollout_id in self._store.to_cancel():
-            task = self._running.get(rollout_id)
-            if task:
-                task.cancel(Cancelled("cancelled through the store"))
-            elif (rollout := self._store.get(rollout_id)) and rollout.state is RolloutState.QUEUED:
-                failure = Failure(kind=FailureClass.CANCELLED, phase="queued", message="cancelled through the store")
-                self._store.finish(rollout, RolloutState.CANCELLED, failure)
+    async def _sweep(self) -> None:
+        if self._renewal.due():
+            if self._running:
+                await asyncio.to_thread(self._store.renew, str(self._owner), tuple(self._running), LEASE_S)
+            orphans = await asyncio.to_thread(self._store.orphans)
+            await asyncio.to_thread(self._retry, orphans, "the lease of its owner ran out")
+        if self._sweeping.due():
+            await self._cancel_marked()
+        if self._reaping.due() and (self._reaper is None or self._reaper.done()):
+            self._reaper = asyncio.create_task(self._reap())
+
+    async def _cancel_marked(self) -> None:
+        for rollout_id in await asyncio.to_thread(self._store.to_cancel):
+            if task := self._running.get(rollout_id):
+                _cancel(task, Cancelled("cancelled through the store"))
+            else:
+                await asyncio.to_thread(self._cancel_queued, rollout_id)
+
+    def _cancel_queued(self, rollout_id: str) -> None:
+        rollout = self._store.get(rollout_id)
+        if rollout and rollout.state is RolloutState.QUEUED:
+            failure = Failure(kind=FailureClass.CANCELLED, phase="queued", message="cancelled through the store")
+            self._store.finish(rollout, RolloutState.CANCELLED, failure)
+
+    async def _reap(self) -> None:
+        """Engines that died or whose lease ran out; in a thread, since ending one takes seconds."""
+        try:
+            for engine_id in await asyncio.to_thread(reap_engines, self._ctx.store):
+                log.info("engine %s is gone: it died or its lease ran out", engine_id)
+        except Exception:  # an engine that cannot be ended must not end what runs beside it
+            log.exception("engines could not be reaped")
 
     def _recover_host(self) -> None:
         """Rollouts of this host's dead processes need not wait for their leases."""
@@ -118,3 +193,9 @@ class Orchestrator:
                 failure = Failure(kind=FailureClass.INFRASTRUCTURE, phase=rollout.state.value, message=why)
                 self._store.finish(rollout, RolloutState.FAILED, failure, retry=True)
                 self._store.revoke_keys(rollout.id)
+
+
+def _cancel(task: asyncio.Task[Rollout], cause: Exception) -> None:
+    """Once only: a second one would interrupt the cleaning up after the first."""
+    if not task.cancelling():
+        task.cancel(cause)

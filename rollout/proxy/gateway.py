@@ -1,6 +1,8 @@
 """The gateway: a rollout's tool calls to its mock services, under the same key as its model calls.
 
-POST /rollouts/<id>/tools/<service>/<tool> with a JSON object of arguments -> `{"result": ...}` or `{"error": ...}`.
+POST /rollouts/<id>/tools/<service>/<tool> with a JSON object of arguments -> HTTP 200 and an envelope,
+`{"status": 200, "result": ...}` or `{"status": 4xx | 5xx, "error": ...}`: what a service answers, failures included,
+is the policy's to read. Any other HTTP status is the gateway's own, so that a harness can tell the two apart.
 There are no other routes to a service, above all none that shows or sets its state.
 """
 
@@ -20,9 +22,6 @@ PHASES = ("agent", "solution")
 
 
 class ToolAnswer(Protocol):
-    @property
-    def status(self) -> int: ...
-
     def envelope(self) -> dict[str, Any]: ...
 
 
@@ -48,4 +47,4 @@ class Gateway:
             result = self._services.call(rollout_id, service, tool, arguments)
         except InfrastructureError as error:
             raise Refused(503, "unavailable", str(error)) from error
-        return JSONResponse(result.envelope(), result.status)
+        return JSONResponse(result.envelope())

@@ -13,21 +13,26 @@ A pid alone is never trusted: it is killed only when its start time is the recor
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import signal
+import subprocess
 import time
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
+import psutil
 from pydantic import ValidationError
 
 from rollout.config import Home
+from rollout.errors import SandboxError
 from rollout.processes import alive, started
 from rollout.sandbox.tree import remove
 from rollout.types import Record
 
+log = logging.getLogger(__name__)
 DIE_S = 10.0
 HALF_MADE_S = 60.0
 """A directory without a readable state.json is taken for a crash's once it is this old."""
@@ -68,26 +73,33 @@ def write_state(folder: Path, runner_pid: int, groups: tuple[str, ...]) -> None:
 def reap(home: Home) -> list[str]:
     """Kills and removes the sandboxes of dead owners; returns their names. Called when a server starts.
 
-    Raises SandboxError when one cannot be removed.
+    What cannot be removed is logged and left.
     """
     gone = []
     folders = sorted(p for p in home.sandboxes.glob("*") if p.is_dir() and not p.name.startswith("."))
     for folder in folders:
         try:
-            state = State.model_validate_json((folder / "state.json").read_text())
-        except (OSError, ValidationError):
-            with suppress(FileNotFoundError):
-                if time.time() - folder.stat().st_mtime > HALF_MADE_S:
-                    remove(folder)
-                    gone.append(folder.name)
-            continue
+            if _reap_one(folder):
+                gone.append(folder.name)
+        except (SandboxError, OSError, psutil.Error, subprocess.SubprocessError) as error:
+            log.warning("the left-over sandbox %s could not be removed: %s", folder, error)
+    return gone
+
+
+def _reap_one(folder: Path) -> bool:
+    """Whether it was a dead owner's, and is gone now."""
+    try:
+        state = State.model_validate_json((folder / "state.json").read_text())
+    except (OSError, ValidationError):
+        if time.time() - folder.stat().st_mtime <= HALF_MADE_S:
+            return False
+    else:
         if alive(state.owner.pid, state.owner.started):
-            continue
+            return False
         _end(state.runner)
         remove_groups(state.groups)
-        remove(folder)
-        gone.append(folder.name)
-    return gone
+    remove(folder)
+    return True
 
 
 def _end(process: Process) -> None:

@@ -71,8 +71,8 @@ class ToolResult(Record):
         return self.status < 400
 
     def envelope(self) -> dict[str, Any]:
-        """What the gateway answers: `{"result": body}` or `{"error": body}`."""
-        return {"result" if self.ok else "error": self.body}
+        """What the gateway answers: `{"status": ..., "result": body}` or `{"status": ..., "error": body}`."""
+        return {"status": self.status, "result" if self.ok else "error": self.body}
 
 
 class ToolError(Exception):

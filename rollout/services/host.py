@@ -22,7 +22,7 @@ CALLS_MAX = 1000
 
 
 class AuditEntry(Record):
-    """One call of a tool that exists. `status` is 503 where an error was injected."""
+    """One call of a tool that exists. `status` is 429 or 503 where an error was injected."""
 
     seq: int
     service: str
@@ -35,13 +35,22 @@ class AuditEntry(Record):
 
 @dataclass(frozen=True)
 class Faults:
-    """The error-injection switch: each call fails with probability `rate`, by `seed` and the call's number alone."""
+    """The error-injection switch: each call fails with probability `rate`, by `seed` and the call's number alone.
+
+    What fails is busy (429) or unavailable (503), each as often as the other.
+    """
 
     rate: float = 0.0
     seed: int = 0
 
-    def hits(self, seq: int) -> bool:
-        return self.rate > 0 and random.Random(f"{self.seed}:{seq}").random() < self.rate
+    def at(self, seq: int, service: str) -> ToolResult | None:
+        """What call number `seq` gets instead of its result, if anything."""
+        drawn = random.Random(f"{self.seed}:{seq}").random()
+        if drawn >= self.rate:
+            return None
+        if drawn < self.rate / 2:
+            return _refuse(429, "rate_limited", f"{service} is busy, try again")
+        return _refuse(503, "unavailable", f"{service} is unavailable, try again")
 
 
 @dataclass
@@ -109,8 +118,9 @@ def _call(session: _Session, service: str, name: str, arguments: Any) -> ToolRes
     seq = len(session.audit)
     if seq >= CALLS_MAX:
         return _refuse(429, "too_many_calls", f"a rollout has {CALLS_MAX} tool calls")
-    if session.faults.hits(seq):
-        result = _refuse(503, "unavailable", f"{service} is unavailable, try again")
+    fault = session.faults.at(seq, service)
+    if fault is not None:
+        result = fault
     else:
         session.states[service], result = service_named(service).call(session.states[service], tool, arguments)
     session.audit.append(

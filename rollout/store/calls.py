@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -48,6 +48,26 @@ class CallStore:
 
     def count(self) -> int:
         return self._db.read(lambda c: c.execute(sa.select(sa.func.count()).select_from(calls)).scalar_one())
+
+    def rollouts(self) -> list[str]:
+        """Ids of the rollouts that have calls."""
+        query = sa.select(calls.c.rollout_id).distinct().order_by(calls.c.rollout_id)
+        return self._db.read(lambda c: list(c.execute(query).scalars()))
+
+    def size(self, rollout_ids: Sequence[str]) -> int:
+        """Bytes of the calls of these rollouts."""
+        query = sa.select(sa.func.coalesce(sa.func.sum(sa.func.length(calls.c.body)), 0))
+        parts = [query.where(calls.c.rollout_id.in_(part)) for part in _parts(rollout_ids)]
+        return sum(int(self._db.read(lambda c, q=q: c.execute(q).scalar_one())) for q in parts)  # type: ignore[misc]
+
+    def remove(self, rollout_ids: Sequence[str]) -> None:
+        """Removes all calls of these rollouts; only while no proxy writes."""
+        changes = [sa.delete(calls).where(calls.c.rollout_id.in_(part)) for part in _parts(rollout_ids)]
+        self._db.write(lambda c: [c.execute(change) for change in changes])
+
+
+def _parts(rollout_ids: Sequence[str]) -> list[Sequence[str]]:
+    return [rollout_ids[at : at + 400] for at in range(0, len(rollout_ids), 400)]
 
 
 def _row(call: ModelCall) -> dict[str, Any]:

@@ -50,6 +50,8 @@ class Database:
     def __init__(self, url: str, metadata: sa.MetaData) -> None:
         self.engine = connect(url)
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # guards _closed, so that nothing is queued behind the writer's last batch
+        self._closed = False
         self._migrate(metadata)
         self._writer = threading.Thread(target=self._run, name="store-writer", daemon=True)
         self._writer.start()
@@ -70,9 +72,15 @@ class Database:
             return query(connection)
 
     def submit(self, change: Callable[[Connection], T]) -> Future[T]:
-        """Queues `change`; the future resolves after its transaction has been committed."""
+        """Queues `change`; the future resolves after its transaction has been committed.
+
+        Raises StoreError once the database is closed.
+        """
         future: Future[T] = Future()
-        self._queue.put((change, future))
+        with self._lock:
+            if self._closed:
+                raise StoreError(f"the store {self.engine.url!s} is closed")
+            self._queue.put((change, future))
         return future
 
     def write(self, change: Callable[[Connection], T]) -> T:
@@ -83,7 +91,9 @@ class Database:
         return await asyncio.wrap_future(self.submit(change))
 
     def close(self) -> None:
-        self._queue.put(_STOP)
+        with self._lock:
+            self._closed = True
+            self._queue.put(_STOP)
         self._writer.join(timeout=30)
         self.engine.dispose()
 
@@ -94,7 +104,8 @@ class Database:
             while len(batch) < GROUP and not self._queue.empty():
                 batch.append(self._queue.get())
             stop = _STOP in batch
-            self._commit([item for item in batch if item is not _STOP])
+            asked = [item for item in batch if item is not _STOP]
+            self._commit([(change, future) for change, future in asked if future.set_running_or_notify_cancel()])
 
     def _commit(self, batch: list[tuple[Callable[[Connection], Any], Future[Any]]]) -> None:
         if not batch:

@@ -15,6 +15,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from rollout.errors import FailureClass
 from rollout.store.database import Database
 from rollout.store.tables import keys, rollouts
 from rollout.types import TERMINAL, TRANSITIONS, Failure, Purpose, Rollout, RolloutState
@@ -93,8 +94,9 @@ class RolloutStore:
 
         return self._db.write(change)
 
-    def renew(self, owner: str, lease_s: float) -> int:
-        mine = (rollouts.c.owner == owner) & rollouts.c.state.not_in(_TERMINAL)
+    def renew(self, owner: str, ids: Sequence[str], lease_s: float) -> int:
+        """Longer leases for those of `ids` that `owner` still runs; what it lost sight of runs out."""
+        mine = (rollouts.c.owner == owner) & rollouts.c.id.in_(ids) & rollouts.c.state.not_in(_TERMINAL)
         until = time.time() + lease_s
         return self._db.write(lambda c: c.execute(sa.update(rollouts).where(mine).values(lease_until=until)).rowcount)
 
@@ -113,6 +115,8 @@ class RolloutStore:
     ) -> Rollout | None:
         """Ends `rollout` from whatever live state it is in; with `retry` its next attempt is enqueued in the same
         transaction, unless it has had `ATTEMPTS`. None if it had ended already.
+
+        One that was to be tried again but is marked for cancellation ends as cancelled instead.
         """
 
         def change(c: Connection) -> Rollout | None:
@@ -120,9 +124,11 @@ class RolloutStore:
             if not found or found[0].state.terminal:
                 return None
             old = found[0]
-            new = old.model_copy(update={"state": state, "failure": failure, "ended": time.time()})
+            cancelled = retry and c.execute(sa.select(rollouts.c.cancel).where(rollouts.c.id == old.id)).scalar_one()
+            end = _cancelled(failure) if cancelled else {"state": state, "failure": failure}
+            new = old.model_copy(update={**end, "ended": time.time()})
             _swap(c, old.state, new)
-            if retry and old.attempt + 1 < ATTEMPTS:
+            if retry and not cancelled and old.attempt + 1 < ATTEMPTS:
                 c.execute(sa.insert(rollouts), {**_row(_next_attempt(old)), "cancel": False})
             return new
 
@@ -237,9 +243,11 @@ class RolloutStore:
         return key
 
     def rollout_of_key(self, key: str) -> tuple[str, str] | None:
-        """(rollout id, phase) of a live key, or None."""
-        query = sa.select(keys.c.rollout_id, keys.c.phase).where(
-            keys.c.hash == hash_key(key), keys.c.revoked.is_(False)
+        """(rollout id, phase) of a live key of a rollout that has not ended, or None."""
+        query = (
+            sa.select(keys.c.rollout_id, keys.c.phase)
+            .join(rollouts, rollouts.c.id == keys.c.rollout_id)
+            .where(keys.c.hash == hash_key(key), keys.c.revoked.is_(False), rollouts.c.state.not_in(_TERMINAL))
         )
         row = self._db.read(lambda c: c.execute(query).first())
         return (row[0], row[1]) if row else None
@@ -249,6 +257,12 @@ class RolloutStore:
 
     def _bodies(self, query: sa.Select[Any]) -> list[Rollout]:
         return self._db.read(lambda c: _read(c, query))
+
+
+def _cancelled(cause: Failure | None) -> dict[str, Any]:
+    message = "cancelled through the store" + (f"; it had broken before: {cause.message}" if cause else "")
+    failure = Failure(kind=FailureClass.CANCELLED, phase=cause.phase if cause else "", message=message)
+    return {"state": RolloutState.CANCELLED, "failure": failure}
 
 
 def _next_attempt(old: Rollout) -> Rollout:

@@ -109,9 +109,10 @@ def test_tool_calls_reach_the_services_and_the_audit(proxy_stage: Any) -> None:
             stage.services.open("r", TICKETS)
             assert (await tool(stage, "r", "helpdesk/close_ticket", {"id": 7}))[0] == 200
             status, answer = await tool(stage, "r", "helpdesk/get_ticket", {"id": 99})
-            assert (status, answer["error"]["code"]) == (404, "unknown_id")
-            assert (await tool(stage, "r", "helpdesk/no_tool", {}))[0] == 404
-            assert (await tool(stage, "r", "nowhere/get_ticket", {}))[0] == 404
+            assert (status, answer["status"], answer["error"]["code"]) == (200, 404, "unknown_id")
+            for path in ("helpdesk/no_tool", "nowhere/get_ticket"):
+                status, answer = await tool(stage, "r", path, {})
+                assert (status, answer["status"]) == (200, 404)
             assert (await tool(stage, "r", "helpdesk/get_ticket", b"[1]"))[0] == 400
             assert (await tool(stage, "r", "helpdesk/get_ticket", b"{"))[0] == 400
             assert (await tool(stage, "r", "helpdesk/get_ticket", {}, key="no"))[0] == 401
@@ -120,6 +121,18 @@ def test_tool_calls_reach_the_services_and_the_audit(proxy_stage: Any) -> None:
             final = stage.services.final("r")
             assert final["services"]["helpdesk"]["tickets"][0]["status"] == "closed"
             assert [entry["tool"] for entry in final["audit"]] == ["close_ticket", "get_ticket"]
+
+    asyncio.run(main())
+
+
+def test_a_service_that_fails_is_no_failure_of_the_gateway(proxy_stage: Any) -> None:
+    async def main() -> None:
+        async with proxy_stage() as stage:
+            stage.add("r")
+            stage.services.open("r", TICKETS, error_rate=1.0)
+            answers = [await tool(stage, "r", "helpdesk/get_ticket", {"id": 7}) for _ in range(20)]
+            assert {status for status, _ in answers} == {200}
+            assert {answer["status"] for _, answer in answers} == {429, 503}
 
     asyncio.run(main())
 

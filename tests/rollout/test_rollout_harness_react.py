@@ -129,14 +129,19 @@ def test_an_assistant_message_goes_back_exactly_as_it_came(home: Home) -> None:
 @pytest.mark.sandbox
 def test_what_a_policy_gets_wrong_becomes_an_error_that_it_can_read(home: Home) -> None:
     def refuse(name: str, arguments: dict[str, Any]) -> tuple[int, Any]:
-        return 404, {"code": "not_found", "message": "no ticket 9"}
+        if arguments["id"] == 9:
+            return 404, {"code": "not_found", "message": "no ticket 9"}
+        return arguments["id"], {"code": "busy"}
 
     calls = asks(tool_call("fly", "{}"), tool_call("get_ticket", "[1", 2), tool_call("get_ticket", '{"id": 9}', 3))
+    calls[1]["tool_calls"] += [tool_call("get_ticket", f'{{"id": {status}}}', status) for status in (429, 503)]
     session = play(home, [calls, says("")], tool=refuse)
     contents = [json.loads(m["content"]) for m in session.calls[1]["messages"][2:]]
     assert contents[0] == {"error": "unknown tool fly"}
     assert contents[1] == {"error": "arguments are not a JSON object"}
     assert contents[2] == {"error": {"code": "not_found", "message": "no ticket 9"}}
+    assert contents[3:] == [{"error": {"code": "busy"}}] * 2, "a service that fails is the policy's to deal with"
+    assert len(session.tools) == 3
     assert session.completed.returncode == 0
     assert session.answer == b""
 
@@ -189,7 +194,7 @@ def test_the_tool_program_calls_the_gateway(home: Home) -> None:
     """What solve.sh and harnesses with a shell use."""
 
     def tool(name: str, arguments: dict[str, Any]) -> tuple[int, Any]:
-        return (200, {"id": 7, "ü": "ß"}) if name == "get_ticket" else (409, {"code": "conflict"})
+        return (200, {"id": 7, "ü": "ß"}) if name == "get_ticket" else (503, {"code": "unavailable"})
 
     script = b"""
 T="python3 -I -S /opt/openforge/tool.py"
@@ -220,7 +225,7 @@ $T helpdesk; echo $?
     done = asyncio.run(main())
     lines = done.stdout.decode().splitlines()
     assert json.loads(lines[0]) == {"id": 7, "ü": "ß"}
-    assert json.loads(lines[1]) == {"error": {"code": "conflict"}}
+    assert json.loads(lines[1]) == {"status": 503, "error": {"code": "unavailable"}}
     assert lines[2:] == ["1", "1", "2"], done.stderr
 
 

@@ -17,8 +17,9 @@ from rollout.bundle import write_bundle
 from rollout.bundle.spec import BundleSpec
 from rollout.client import Plan, RolloutClient, make_rollouts
 from rollout.config import open_home
-from rollout.errors import FailureClass, PhaseTimeout
+from rollout.errors import ConfigError, FailureClass, InfrastructureError, PhaseTimeout
 from rollout.processes import find_serve
+from rollout.serve import CONCURRENCY, concurrency_of
 from rollout.store import Store, open_store
 from rollout.types import Limits, ModelRef, Purpose, Rollout, RolloutState, Sampling, TaskSpec, Timeouts
 
@@ -205,3 +206,55 @@ def test_a_port_in_use_is_named(store: Store, tmp_path: Path) -> None:
     second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert second.returncode == 2
     assert f"port {port} is in use" in second.stderr
+
+
+def test_a_serve_that_breaks_ends_its_rollouts_before_its_store(store: Store) -> None:
+    client = RolloutClient(store)
+    client.ensure_serve()
+    ids = client.submit(ask(store, a_task(store, solve="sleep 600"), "solution:solve"))
+    _until(lambda: store.rollouts.states(ids)[ids[0]] is RolloutState.RUNNING, 30)
+    query = "INSERT INTO rollouts SELECT 'bad', run, task_id, group_id, start_index, NULL, purpose, model, 'queued', "
+    query += "0, NULL, NULL, 0, '', NULL, 0, 0, '{}' FROM rollouts"
+    store.databases[0].write(lambda c: c.exec_driver_sql(query))
+    _until(lambda: find_serve(store.home) is None, 30)
+    first = store.rollouts.get(ids[0])
+    assert first
+    assert first.failure
+    assert (first.state, first.failure.message) == (RolloutState.FAILED, "openforge serve was stopped")
+    assert store.rollouts.states(ids) == {ids[0]: RolloutState.QUEUED}
+    assert not sandboxes(store)
+
+
+# -- asking, without a serve ---------------------------------------------------------------------------
+
+
+def test_an_id_that_stands_for_another_task_or_model_is_refused(store: Store) -> None:
+    client = RolloutClient(store)
+    (first,) = ask(store, a_task(store), "solution:solve")
+    assert client.submit([first]) == client.submit([first]) == [first.id]
+    (other,) = ask(store, a_task(store, instruction="Something else."), "solution:solve")
+    with pytest.raises(ConfigError, match=rf"another task pin .*{first.task.digest[:12]} then.*choose another --run"):
+        client.submit([other])
+    (other,) = ask(store, first.task, "solution:solve")
+    with pytest.raises(ConfigError, match=r"another model scripted:oracle: digest none then, abc now; choose"):
+        client.submit([other.model_copy(update={"model": ModelRef(name=first.model.name, digest="abc")})])
+
+
+def test_concurrency_comes_from_the_command_line_then_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENFORGE_CONCURRENCY", raising=False)
+    assert concurrency_of(0) == CONCURRENCY
+    monkeypatch.setenv("OPENFORGE_CONCURRENCY", "7")
+    assert (concurrency_of(0), concurrency_of(3)) == (7, 3)
+    for wrong in ("0", "-1", "many", "5000", "2.5"):
+        monkeypatch.setenv("OPENFORGE_CONCURRENCY", wrong)
+        with pytest.raises(ConfigError, match=f"OPENFORGE_CONCURRENCY is '{wrong}'; give a whole number from 1"):
+            concurrency_of(0)
+    with pytest.raises(ConfigError, match="--concurrency is '-2'"):
+        concurrency_of(-2)
+
+
+def test_a_serve_that_cannot_start_is_not_waited_for(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENFORGE_CONCURRENCY", "many")
+    with pytest.raises(InfrastructureError, match=r"ended with 2; see .*serve\.log"):
+        RolloutClient(store).ensure_serve()
+    assert "OPENFORGE_CONCURRENCY is 'many'" in (store.home.logs / "serve.log").read_text()

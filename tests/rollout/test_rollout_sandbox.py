@@ -518,6 +518,21 @@ def test_bug_52_sandboxes_of_a_dead_owner_are_reaped_and_those_of_a_live_one_kep
             process.wait(5)
 
 
+def test_a_left_over_that_cannot_be_removed_keeps_no_other(
+    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gone = Process(pid=2**22 - 3, started=1.0)
+    for name in ("one", "other"):
+        (home.sandboxes / name).mkdir(parents=True)
+        state = State(owner=gone, runner=gone, groups=())
+        (home.sandboxes / name / "state.json").write_text(state.model_dump_json())
+    (home.sandboxes / "one").rename(tmp_path / "elsewhere")
+    (home.sandboxes / "one").symlink_to(tmp_path / "elsewhere")
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert reap(home) == ["other"]
+    assert "one could not be removed" in caplog.text
+
+
 def process_of(pid: int) -> Process:
     return Process(pid=pid, started=psutil.Process(pid).create_time())
 

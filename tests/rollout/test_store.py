@@ -17,7 +17,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from rollout.blobs import Blobs
 from rollout.config import open_home
-from rollout.errors import FailureClass, NewerHomeError
+from rollout.errors import FailureClass, NewerHomeError, StoreError
 from rollout.store import Store, open_store
 from rollout.types import (
     TERMINAL,
@@ -118,13 +118,73 @@ def test_bug_56_late_result_of_an_ended_attempt_is_ignored(store: Store) -> None
     assert store.rollouts.states(["a"]) == {"a": RolloutState.QUEUED}
 
 
+def test_a_cancelled_rollout_is_not_tried_again(store: Store) -> None:
+    store.rollouts.enqueue([rollout("a")])
+    (claimed,) = store.rollouts.claim("me", 1, 60)
+    store.rollouts.cancel(ids=["a"])
+    failure = Failure(kind=FailureClass.INFRASTRUCTURE, phase="agent", message="engine gone")
+    ended = store.rollouts.finish(claimed, RolloutState.FAILED, failure, retry=True)
+    assert ended
+    assert ended.failure
+    assert (ended.state, ended.failure.kind, ended.failure.phase) == (
+        RolloutState.CANCELLED,
+        FailureClass.CANCELLED,
+        "agent",
+    )
+    assert "engine gone" in ended.failure.message
+    assert store.rollouts.states(["a"]) == {"a": RolloutState.CANCELLED}
+
+
+def test_only_the_rollouts_named_keep_their_lease(store: Store) -> None:
+    store.rollouts.enqueue([rollout("a"), rollout("b")])
+    store.rollouts.claim("me", 2, -1)
+    assert store.rollouts.renew("me", ["a"], 60) == 1
+    assert store.rollouts.renew("other", ["b"], 60) == 0
+    assert [r.id for r in store.rollouts.orphans()] == ["b"]
+
+
+def test_a_write_after_the_end_is_refused_at_once(store: Store) -> None:
+    store.close()
+    with pytest.raises(StoreError, match="is closed"):
+        store.rollouts.enqueue([rollout("a")])
+    with pytest.raises(StoreError, match="is closed"):
+        asyncio.run(store.calls.append(ModelCall(rollout_id="a", index=0)))
+
+
+def test_a_cancelled_write_leaves_the_writer_alive(store: Store) -> None:
+    async def cancelled() -> None:
+        busy, held = threading.Event(), threading.Event()
+        store.databases[1].submit(lambda c: (busy.set(), held.wait(10)))
+        assert busy.wait(10)
+        task = asyncio.create_task(store.calls.append(ModelCall(rollout_id="a", index=0)))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.sleep(0)
+        held.set()
+
+    asyncio.run(cancelled())
+    asyncio.run(asyncio.wait_for(store.calls.append(ModelCall(rollout_id="b", index=0)), 10))
+    assert store.calls.count() == 1
+
+
 def test_keys_are_hashed_and_revocable(store: Store) -> None:
+    store.rollouts.enqueue([rollout("a")])
     key = store.rollouts.issue_key("a", "agent")
     assert store.rollouts.rollout_of_key(key) == ("a", "agent")
     assert store.rollouts.rollout_of_key(key + "x") is None
     database = (store.home.root / "rollouts.db").read_bytes() + (store.home.root / "rollouts.db-wal").read_bytes()
     assert key.encode() not in database
     store.rollouts.revoke_keys("a")
+    assert store.rollouts.rollout_of_key(key) is None
+
+
+def test_a_key_ends_with_its_rollout(store: Store) -> None:
+    """Also when the process that had to revoke it could not."""
+    store.rollouts.enqueue([rollout("a")])
+    (started,) = store.rollouts.claim("me", 1, 60)
+    key = store.rollouts.issue_key("a", "agent")
+    assert store.rollouts.rollout_of_key(key) == ("a", "agent")
+    store.rollouts.finish(started, RolloutState.FAILED, None)
     assert store.rollouts.rollout_of_key(key) is None
 
 
