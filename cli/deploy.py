@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import threading
 import time
@@ -22,6 +23,7 @@ from rollout.config import CODE_ROOT, Home
 from rollout.errors import InfrastructureError
 
 PROFILE = "openforge"
+PASSWORD = "PREFECT_API_AUTH_STRING"
 WATCHDOG = "openforge-heartbeat-watchdog"
 WATCHDOG_WITHIN_S = 90
 """Three missed heartbeats."""
@@ -148,12 +150,9 @@ class Profile:
     def _write(self) -> None:
         env = _user_environment()
         _call(prefect_server.prefect("profile", "create", PROFILE), env)
-        settings = [f"PREFECT_API_URL={self.url}/api"]
-        if auth := prefect_server.read_auth(self.home):
-            settings.append(f"PREFECT_API_AUTH_STRING={auth}")
-        _call(prefect_server.prefect("--profile", PROFILE, "config", "set", *settings), env)
-        if profiles_path().exists():
-            profiles_path().chmod(0o600)
+        setting = f"PREFECT_API_URL={self.url}/api"
+        _call(prefect_server.prefect("--profile", PROFILE, "config", "set", setting), env)
+        _set_password(prefect_server.read_auth(self.home))
 
     def use(self) -> str:
         """Makes the profile the active one; returns what the user should know."""
@@ -166,6 +165,24 @@ class Profile:
         if other := os.environ.get("PREFECT_API_URL"):
             told += f"\nPREFECT_API_URL={other} in your environment wins over it: unset it to use this server"
         return told
+
+
+def _set_password(auth: str) -> None:
+    """Puts the API's user and password into our profile; never by a command, whose arguments everybody may read."""
+    path = profiles_path()
+    if not path.exists():
+        return
+    path.chmod(0o600)
+    blocks = re.split(r"(?m)^(?=\[)", path.read_text())
+    path.write_text("".join(_with_password(block, auth) for block in blocks))
+
+
+def _with_password(block: str, auth: str) -> str:
+    head, *settings = block.splitlines(keepends=True) or [""]
+    if head.strip() != f"[profiles.{PROFILE}]":
+        return block
+    kept = [line for line in settings if not line.startswith(PASSWORD)]
+    return "".join([head, *([f"{PASSWORD} = {json.dumps(auth)}\n"] * bool(auth)), *kept])
 
 
 def restore_profile(home: Home) -> None:

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from rollout.config import CODE_ROOT, open_home
 from rollout.errors import ConfigError
+from rollout.sandbox.checks import check_local
 
 DISK_MIB = 8192
 MEMORY_MIB = 8192
@@ -60,9 +61,8 @@ def examine() -> Iterator[Finding]:
     yield _platform()
     yield _home()
     yield _memory()
-    yield _program("bwrap", "bubblewrap")
-    yield _namespaces()
-    yield _program("chromium", "chromium", needed=False)
+    yield from _sandbox()
+    yield _chromium()
     for extra, modules in EXTRAS.items():
         absent = [name for name in modules if importlib.util.find_spec(name) is None]
         mend = f"pip install -c constraints.txt -e '.[{extra}]'"
@@ -81,7 +81,7 @@ def missing(findings: list[Finding]) -> list[Finding]:
 def require() -> None:
     """Raises ConfigError that names each missing thing and the command that mends it."""
     if lacking := missing(list(examine())):
-        raise ConfigError("\n".join(f"{f.what}: {f.state}; {f.mend}" for f in lacking))
+        raise ConfigError("\n".join("; ".join(filter(None, (f"{f.what}: {f.state}", f.mend))) for f in lacking))
 
 
 def preset_for(speed: float) -> str:
@@ -121,19 +121,15 @@ def _memory() -> Finding:
     return Finding("memory", total >= MEMORY_MIB, f"{total} MiB available ({MEMORY_MIB} wanted)", mend, needed=False)
 
 
-def _program(name: str, package: str, *, needed: bool = True) -> Finding:
-    path = shutil.which(name)
-    return Finding(name, path is not None, path or "not found", f"sudo apt-get install -y {package}", needed)
+def _sandbox() -> Iterator[Finding]:
+    """Each problem says how it is mended."""
+    problems = check_local()
+    if not problems:
+        yield Finding("sandbox", True, "bubblewrap makes user namespaces")
+    for problem in problems:
+        yield Finding("sandbox", False, problem)
 
 
-def _namespaces() -> Finding:
-    mend = (
-        "sudo sysctl -w kernel.unprivileged_userns_clone=1 user.max_user_namespaces=15000; "
-        "on Ubuntu also kernel.apparmor_restrict_unprivileged_userns=0"
-    )
-    if shutil.which("bwrap") is None:
-        return Finding("user namespaces", False, "not tried: bubblewrap is missing", mend)
-    argv = ["bwrap", "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "true"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=20)
-    state = "work" if done.returncode == 0 else done.stderr.strip()[-200:]
-    return Finding("user namespaces", done.returncode == 0, state, mend)
+def _chromium() -> Finding:
+    path = shutil.which("chromium")
+    return Finding("chromium", path is not None, path or "not found", "sudo apt-get install -y chromium", needed=False)

@@ -29,6 +29,7 @@ from rich.progress import (
 )
 
 from cli import prefect_server, terminate
+from cli.supervise import find_up
 from rollout.config import CODE_ROOT, Home
 from rollout.errors import ConfigError, InfrastructureError
 from rollout.processes import started
@@ -43,8 +44,9 @@ DRAIN_S = 3.0
 @contextmanager
 def prefect_api(home: Home, owner: str, console: Console) -> Iterator[str]:
     """URL of the home's server; one that is started here ends with the block. Raises InfrastructureError."""
-    if found := prefect_server.find_server(home):
-        yield str(found["url"])
+    prefect_server.end_orphan(home)
+    if running := _running_server(home):
+        yield running
         return
     port = prefect_server.free_port()
     url = f"http://{prefect_server.HOST}:{port}"
@@ -60,6 +62,21 @@ def prefect_api(home: Home, owner: str, console: Console) -> Iterator[str]:
         if process.poll() is None:
             terminate.end({"pid": process.pid, "started": started(process.pid)})
         process.wait(STOP_S)
+
+
+def _running_server(home: Home) -> str:
+    """URL of a server that others run here, once it answers: `up` may just be starting it. Empty when there is none."""
+    end = time.monotonic() + prefect_server.START_S
+    while (found := prefect_server.find_server(home)) or find_up(home):
+        if found and prefect_server.is_healthy(home, str(found["url"])):
+            return str(found["url"])
+        if time.monotonic() > end:
+            raise InfrastructureError(
+                f"the home's Prefect server did not answer within {prefect_server.START_S:.0f} s; "
+                f"see {home.logs / 'prefect-server.log'}, or end it: openforge down"
+            )
+        time.sleep(POLL_S)
+    return ""
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,10 @@ from typing import Any
 
 import httpx
 
+from cli import terminate
 from rollout.config import CODE_ROOT, Home
 from rollout.errors import ConfigError, InfrastructureError
-from rollout.processes import read_pid_file, started, write_pid_file
+from rollout.processes import alive, read_pid_file, started, write_pid_file
 
 HOST = "127.0.0.1"
 DEFAULT_PORT = 4200
@@ -60,6 +61,7 @@ def environment(home: Home, url: str = "") -> dict[str, str]:
     env |= {
         "OPENFORGE_HOME": str(home.root),
         "OPENFORGE_CODE": str(CODE_ROOT),
+        "OPENFORGE_FOLLOW": "1",
         "PREFECT_HOME": str(home.root / "prefect"),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_SERVER_EPHEMERAL_ENABLED": "false",
@@ -115,8 +117,17 @@ def start_server(home: Home, port: int, owner: str) -> subprocess.Popen[bytes]:
             start_new_session=True,
             env=environment(home, url),
         )
-    write_pid_file(server_file(home), pid=process.pid, started=started(process.pid), url=url, owner=owner)
+    facts = {"pid": process.pid, "started": started(process.pid), "url": url, "owner": owner}
+    own = os.getpid()
+    write_pid_file(server_file(home), **facts, owner_pid=own, owner_started=started(own))
     return process
+
+
+def end_orphan(home: Home) -> None:
+    """Ends the server of a command that was killed. That of `up` stays: `up` and `down` know what belongs to it."""
+    found = find_server(home)
+    if found and found["owner"] != "up" and not alive(int(found["owner_pid"]), float(found["owner_started"])):
+        terminate.end(found)
 
 
 def api(home: Home, url: str, timeout_s: float = 10.0) -> httpx.Client:

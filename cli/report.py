@@ -18,13 +18,14 @@ def report(*, run: tuple[str, ...] = (), out: str = "") -> int:
     Parameters
     ----------
     run
-        Run names; default: the run `demo`. May be repeated.
+        Run names, each with its SFT and RL; default: the run `demo`. May be repeated.
     out
         File to write; default: reports/<run>.html in the home.
     """
     from evaluation.report import write_report
     from rollout.store import open_store
     from rollout.types import StageRecord
+    from tasks.checkpoints import stage_runs
 
     home = open_home()
     runs = list(run) or ["demo"]
@@ -34,8 +35,8 @@ def report(*, run: tuple[str, ...] = (), out: str = "") -> int:
         known = sorted({r.run for r in store.records.all(StageRecord)})
         if absent := [name for name in runs if name not in known]:
             raise ConfigError(f"no run {', '.join(absent)}; there are: {', '.join(known) or 'none'}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        console.print(str(write_report(store, runs=runs, out=path)))
+        parts = dict.fromkeys(part for name in runs for part in stage_runs(name))
+        console.print(str(write_report(store, runs=list(parts), out=path)))
     finally:
         store.close()
     return 0

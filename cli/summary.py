@@ -7,14 +7,19 @@ from rich.table import Table
 from rollout.config import Home
 from rollout.types import ResultRecord, StageRecord
 
+DEMO = "demo"
+"""Key of the demo's own record: what all its stages took together, in all its lives."""
+
 
 def stage_records(home: Home, run: str) -> list[StageRecord]:
-    """The stages of a run in the order in which they were done, those of its parts (`<run>-...`) included."""
+    """The stages of a run in the order in which they were done, `sft` and `rl` of its parts included."""
     from rollout.store import open_store
+    from tasks.checkpoints import stage_runs
 
+    names = stage_runs(run)
     store = open_store(home)
     try:
-        return [r for r in store.records.all(StageRecord) if r.run == run or r.run.startswith(f"{run}-")]
+        return [r for r in store.records.all(StageRecord) if r.run in names and r.stage != DEMO]
     finally:
         store.close()
 

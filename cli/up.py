@@ -41,6 +41,7 @@ def up(
     if running := supervise.find_up(home):
         console.print(f"already up: {running['url']} (openforge status shows more)")
         return 0
+    prefect_server.end_orphan(home)
     _refuse_foreign_server(home)
     for facts in supervise.leftovers(home):
         terminate.end(facts)

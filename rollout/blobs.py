@@ -52,3 +52,15 @@ class Blobs:
         if digest_of(data) != digest:
             raise ValueError(f"blob {digest} is damaged: its bytes hash to {digest_of(data)}")
         return data
+
+    def size(self, digest: str) -> int:
+        """Bytes on the disk; 0 for an unknown digest."""
+        path = self._path(digest)
+        return int(self._fs.size(path) or 0) if self._fs.exists(path) else 0
+
+    def remove(self, digest: str) -> None:
+        """Removes a blob that nothing names any more; only while no other process puts any."""
+        with self._lock:
+            self._known.discard(digest)
+        if self._fs.exists(path := self._path(digest)):
+            self._fs.rm(path)

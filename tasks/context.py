@@ -6,11 +6,13 @@ its holder dies) and then finds the work done.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -20,7 +22,7 @@ from rollout.config import Home, open_home
 from rollout.errors import EngineError, InfrastructureError
 from rollout.inference.launch import LEASE_S as STAGE_LEASE_S
 from rollout.inference.launch import ensure_engine, stop_engine
-from rollout.processes import alive
+from rollout.processes import alive, follow
 from rollout.store import Store, open_store
 from rollout.types import EngineRecord, ModelRef, RolloutState
 from tasks.params import StageParams
@@ -34,6 +36,8 @@ LEASE_S = 600.0
 RENEW_S = 60.0
 WATCH_S = 3.0
 JOIN_S = 30.0
+FOLLOW_VARIABLE = "OPENFORGE_FOLLOW"
+"""Set where a flow must end with the process that started it: the worker or the command."""
 LIVE = tuple(state for state in RolloutState if not state.terminal)
 LOCK_S = 24 * 3600.0
 """Longest wait for another process that runs the same stage of the same run."""
@@ -120,6 +124,7 @@ class StageContext:
 @contextmanager
 def stage_context(params: StageParams, stage: str, run: str = "") -> Iterator[StageContext]:
     """Opens everything for one stage and closes it again. Raises ConfigError, InfrastructureError."""
+    _follow_starter()
     preset = params.load()
     home = open_home()
     name = run or params.run_name
@@ -131,6 +136,13 @@ def stage_context(params: StageParams, stage: str, run: str = "") -> Iterator[St
             progress.end()
         finally:
             store.close()
+
+
+@cache
+def _follow_starter() -> None:
+    """A flow that nobody watches any more ends, and its training child with it: the next one goes on from the store."""
+    if os.environ.get(FOLLOW_VARIABLE):
+        follow(os.getppid())
 
 
 def stage_lock(home: Home, run: str, stage: str) -> FileLock:

@@ -12,7 +12,6 @@ import fcntl
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from typing import Literal, TypeVar
 from pydantic import BaseModel
 
 from rollout.errors import ConfigError, InfrastructureError, OpenForgeError, PhaseTimeout
+from rollout.processes import follow
 from rollout.types import Record, StepRecord
 
 POLL_S = 0.2
@@ -167,7 +167,7 @@ def child_main(spec_type: type[S], work: Callable[[S, Events], None]) -> None:
     spec_file = Path(sys.argv[1])
     spec = spec_type.model_validate_json(spec_file.read_text())
     events = Events(spec_file.with_name("events.jsonl"))
-    follow_parent()
+    follow(int(os.environ.get(PARENT_VARIABLE) or os.getppid()))
     try:
         with run_lock(spec_file.with_name("lock")):
             work(spec, events)
@@ -175,18 +175,6 @@ def child_main(spec_type: type[S], work: Callable[[S, Events], None]) -> None:
         kind: Literal["config", "stage"] = "config" if isinstance(error, ConfigError) else "stage"
         events.send(Event(kind="failed", error=kind, message=str(error)))
         raise SystemExit(1) from error
-
-
-def follow_parent() -> None:
-    """Ends this process within a second when the parent that started it is gone."""
-    parent = int(os.environ.get(PARENT_VARIABLE) or os.getppid())
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="follow-parent", daemon=True).start()
 
 
 @contextmanager

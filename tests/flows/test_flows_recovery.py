@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def long_run(name: str, seed: int) -> dict[str, Any]:
-    """Parameters of a synthesis that takes about half a minute."""
-    overrides = {"synth.counts.rl": 24, "synth.counts.validation": 24, "synth.seed": seed}
+    """Parameters of a synthesis that takes about twenty seconds."""
+    overrides = {"synth.counts.rl": 16, "synth.counts.validation": 12, "synth.seed": seed}
     return {"params": {"preset": "smoke", "run": name, "overrides": overrides}}
 
 
@@ -57,22 +58,42 @@ def running(up: Up) -> Iterator[str]:
     up.ended(run_id, 200)
 
 
-def test_bug_79_killed_flow_and_worker_rerun_completes(up: Up) -> None:
-    """Row 79: the worker is started again; a new run goes on where the killed one was."""
-    body = {
-        "params": {**LONG["params"], "run": "killed", "overrides": {**LONG["params"]["overrides"], "synth.seed": 6}}
-    }
+def kill_worker(up: Up, *also: int) -> None:
+    """kill -9; returns when the next worker runs."""
+    worker = up.facts("up")["children"]["worker"]["pid"]
+    for pid in (worker, *also):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    up.until(lambda: up.facts("up")["children"].get("worker", {}).get("pid") not in (None, worker), 60)
+
+
+def test_bug_74_79_a_killed_flow_is_marked_crashed_and_a_new_run_goes_on(up: Up) -> None:
+    """Rows 74 and 79: flow and worker are killed. A new run completes what the killed one began; the killed one, which
+    had sent a heartbeat, does not stay Running."""
+    body = long_run("killed", seed=6)
     run_id = up.start("synth/claw", body)
     up.until(lambda: up.state(run_id) == "RUNNING")
     own = up.until(lambda: flow_processes(up))
-    worker = up.facts("up")["children"]["worker"]["pid"]
-    time.sleep(1.0)
-    for pid in (worker, *(p.pid for p in own)):
-        os.kill(pid, signal.SIGKILL)
-    up.until(lambda: up.facts("up")["children"].get("worker", {}).get("pid") not in (None, worker), 60)
-    again = up.start("synth/claw", body)
-    up.killed = run_id
-    assert up.ended(again, 300) == "COMPLETED"
+    time.sleep(5.0)
+    kill_worker(up, *(p.pid for p in own))
+    assert up.ended(up.start("synth/claw", body), 300) == "COMPLETED"
+    assert up.damage() == []
+    assert up.ended(run_id, 180) == "CRASHED"
+
+
+def test_bug_76_nothing_trains_on_below_a_killed_worker_and_the_next_one_goes_on(up: Up) -> None:
+    """Row 76: the worker alone is killed; its flow and the training child end with it."""
+    assert up.ended(up.start("synth/claw"), 300) == "COMPLETED"
+    tasks, overrides = str(up.home / "tasks" / "smoke"), {"sft.max_steps": 60}
+    body = {"params": {"preset": "smoke", "run": "trained", "tasks": tasks, "overrides": overrides}}
+    up.start("sft/claw", body)
+    training = up.until(lambda: [c for c in _children(flow_processes(up)) if "training.sft_process" in _line(c)], 180)
+    own = [*flow_processes(up), *training]
+    kill_worker(up)
+    up.until(lambda: not any(p.is_running() for p in own), 10)
+    assert up.ended(up.start("sft/claw", body), 300) == "COMPLETED"
+    assert len(up.sql("rollouts.db", "select 1 from records where kind = 'StageRecord' and run = 'trained-sft'")) == 1
+    assert up.damage() == []
 
 
 def test_bug_76_a_cancelled_flow_leaves_nothing_of_its_own_and_serve_goes_on(up: Up, running: str) -> None:
@@ -109,9 +130,3 @@ def test_bug_75_many_task_runs_at_once_lose_nothing(up: Up) -> None:
     """Row 75: items are rollouts in our store, not Prefect tasks; four stages at once lock nothing."""
     runs = [up.start("prune/claw") for _ in range(4)]
     assert {up.ended(run, 240) for run in runs} == {"COMPLETED"}
-
-
-def test_bug_74_the_watchdog_has_marked_the_killed_flow_as_crashed(up: Up) -> None:
-    """Row 74: heartbeats that stopped end the run. Last, because it takes three of them."""
-    assert up.killed, "needs the run that the first test of this file killed"
-    assert up.ended(up.killed, 180) == "CRASHED"
