@@ -262,6 +262,10 @@ class ModelCall(Record):
     """Why the prompt does not extend the previous call of its thread; empty when it does."""
     malformed: bool = False
     """The answer held a tool call that did not parse."""
+    rules: tuple[str, ...] = ()
+    """Canonicalisation rules that changed something (proxy/dialects/noise.py)."""
+    left_out: tuple[str, ...] = ()
+    """What the request holds and the model was not shown: hosted and deferred tools, items of foreign servers."""
     delivered: bool = False
     started: float = 0.0
     latency: float = 0.0

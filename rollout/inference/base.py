@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from rollout.types import Sampling
 
@@ -28,9 +28,16 @@ class CallContext:
     call_index: int
     seed: int
     """The rollout's, the same for all of its calls: call k samples with seed + k."""
+    schema: Mapping[str, Any] | None = None
+    """JSON schema that the text must fit; only engines with `structured_outputs` are given one."""
 
 
 class Engine(Protocol):
+    @property
+    def structured_outputs(self) -> bool:
+        """Whether it can hold an answer to a JSON schema."""
+        ...
+
     def generate(
         self, ids: tuple[int, ...], sampling: Sampling, stop_ids: tuple[int, ...], context: CallContext
     ) -> AsyncIterator[Chunk]:

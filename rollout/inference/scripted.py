@@ -75,6 +75,8 @@ def read_scripted(model: str) -> Scripted:
 class OracleEngine:
     """Plays plans; implements `Engine`. Its answers carry no log-probabilities and have version 0."""
 
+    structured_outputs = False
+
     def __init__(self, script: Scripted, codec: PlayCodec) -> None:
         self._script = script
         self._codec = codec

@@ -50,7 +50,9 @@ class _Unreachable(Exception):
 class VllmEngine:
     """One engine, wherever `locate` says that it is. Implements `Engine`."""
 
-    def __init__(self, locate: Locate, *, wait_s: float = WAIT_S) -> None:
+    def __init__(self, locate: Locate, *, wait_s: float = WAIT_S, structured_outputs: bool = False) -> None:
+        """`structured_outputs` is for vLLM itself; the embedded engine has none."""
+        self.structured_outputs = structured_outputs
         self._locate = locate
         self._wait_s = wait_s
         self._http: aiohttp.ClientSession | None = None
@@ -129,7 +131,7 @@ class VllmEngine:
 
 def request_body(ids: Sequence[int], sampling: Sampling, stop_ids: Sequence[int], context: CallContext) -> bytes:
     """Call k of a rollout samples with seed + k, so that calls differ and a rerun is the same."""
-    body = {
+    body: dict[str, Any] = {
         "prompt": list(ids),
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
@@ -140,6 +142,8 @@ def request_body(ids: Sequence[int], sampling: Sampling, stop_ids: Sequence[int]
         "return_token_ids": True,
         "stream": True,
     }
+    if context.schema is not None:
+        body["structured_outputs"] = {"json": context.schema}
     return json.dumps(body, separators=(",", ":")).encode()
 
 

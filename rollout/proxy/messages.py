@@ -7,7 +7,7 @@ whatever surface it came through.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -23,12 +23,29 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
+class Image:
+    """A picture in a message. `content` shows `placeholder` where it stands; a record keeps its digest alone."""
+
+    media_type: str
+    sha256: str
+    url: str = field(default="", compare=False, repr=False)
+    """`data:` URL with the bytes; empty when read back from a record."""
+    at: str = field(default="", compare=False)
+    """Where the request holds it, for a refusal."""
+
+    @property
+    def placeholder(self) -> str:
+        return f"<image {self.sha256[:16]}>"
+
+
+@dataclass(frozen=True)
 class Message:
     role: Role
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
+    images: tuple[Image, ...] = ()
 
     def dump(self) -> dict[str, Any]:
         """As chat templates expect it: arguments are an object, empty parts are left out."""
@@ -42,11 +59,13 @@ class Message:
             ]
         if self.tool_call_id:
             out["tool_call_id"] = self.tool_call_id
+        if self.images:
+            out["images"] = [{"media_type": i.media_type, "sha256": i.sha256} for i in self.images]
         return out
 
 
 def load_message(row: Mapping[str, Any]) -> Message:
-    """Inverse of `Message.dump`."""
+    """Inverse of `Message.dump`, the bytes of images aside."""
     return Message(
         role=row["role"],
         content=row["content"],
@@ -55,6 +74,7 @@ def load_message(row: Mapping[str, Any]) -> Message:
             ToolCall(c["id"], c["function"]["name"], c["function"]["arguments"]) for c in row.get("tool_calls", ())
         ),
         tool_call_id=row.get("tool_call_id", ""),
+        images=tuple(Image(i["media_type"], i["sha256"]) for i in row.get("images", ())),
     )
 
 

@@ -67,12 +67,12 @@ class Outlet:
 class OutletResponse(Response):
     """Follows an outlet to its end, or until the client goes away.
 
-    `sent` is awaited after the last byte of a complete answer was written; `left` is called when nobody follows any
-    more although the outlet has not ended.
+    `ping` gives a keep-alive; what it writes to the outlet is one as well. `sent` is awaited after the last byte of a
+    complete answer was written; `left` is called when nobody follows any more although the outlet has not ended.
     """
 
     def __init__(
-        self, outlet: Outlet, ping: bytes, sent: Callable[[], Awaitable[None]], left: Callable[[], None]
+        self, outlet: Outlet, ping: Callable[[], bytes], sent: Callable[[], Awaitable[None]], left: Callable[[], None]
     ) -> None:
         self._outlet = outlet
         self._ping = ping
@@ -104,8 +104,9 @@ class OutletResponse(Response):
         seen = 0
         while True:
             if not await self._outlet.wait(seen, PING_S):
-                if self._outlet.stream:
-                    await self._send(send, self._ping, last=False)
+                ping = self._ping() if self._outlet.stream else b""
+                if ping and len(self._outlet.pieces) == seen:
+                    await self._send(send, ping, last=False)
                 continue
             if self._outlet.status != 200 and not self._begun:
                 await self._whole(send, self._outlet.status, self._outlet.error_body)

@@ -28,6 +28,8 @@ class Codec:
         self._tokenizer = tokenizer
         self._renderer = renderer
         self.stop_ids: tuple[int, ...] = tuple(stop_ids)
+        self.vision = False
+        """Whether pictures can be shown to the model: no renderer here shows any."""
         self.call_mark: str = CALL_MARK if getattr(renderer, "supports_tools", True) else ""
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:

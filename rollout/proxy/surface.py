@@ -8,14 +8,13 @@ one that was answered, but whose answer did not arrive -> the recorded bytes aga
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from rollout.blobs import digest_of
-from rollout.proxy.dialects.base import Dialect, Refused
+from rollout.proxy.dialects.base import CallRequest, Dialect, Refused
 from rollout.proxy.history import Recorded
 from rollout.proxy.outlet import Outlet, OutletResponse
 from rollout.proxy.session import Session, Sessions
@@ -39,34 +38,37 @@ class Surface:
         except Refused as refused:
             return Response(self._dialect.refusal(refused), refused.status, media_type="application/json")
 
-    async def models(self, request: Request) -> Response:
-        """GET of the models: the rollout's own."""
-        rollout_id = request.path_params["rollout_id"]
-        self._sessions.identify(key_of(request.headers), rollout_id)
-        rollout = self._sessions.store.rollouts.get(rollout_id)
-        name = rollout.model.name if rollout else ""
-        body = {"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": "openforge"}]}
-        return Response(json.dumps(body), media_type="application/json")
+    async def count_tokens(self, request: Request) -> Response:
+        """POST of a request that is only to be measured: rendered, answered, not recorded."""
+        session, asked = await self._asked(request)
+        _refuse_what_it_cannot(session, asked.request)
+        ids = await asyncio.to_thread(session.codec.render, asked.request.messages, asked.request.tools)
+        return JSONResponse({"input_tokens": len(ids)})
 
     async def _call(self, request: Request) -> Response:
+        session, asked = await self._asked(request)
+        if (running := session.running.get(asked.digest)) is not None:
+            return _follow(running)
+        if again := session.replayable(asked.digest, retried=_is_retry(request.headers)):
+            return await self._replay(session, asked, again)
+        _refuse_what_it_cannot(session, asked.request)
+        try:
+            admission = session.admit(asked.request)
+        except Refused as refused:
+            if refused.code.endswith("_cap"):
+                await asyncio.to_thread(self._sessions.store.rollouts.note_end, session.rollout.id, refused.code)
+            raise
+        return _follow(Turn(self._sessions.store, session, asked, admission))
+
+    async def _asked(self, request: Request) -> tuple[Session, Asked]:
+        """Who asks, and what. Raises Refused."""
         rollout_id = request.path_params["rollout_id"]
         phase = self._sessions.identify(key_of(request.headers), rollout_id)
         if phase != AGENT:
             raise Refused(403, "wrong_phase", f"a key of the phase {phase} may not call the model")
         body = await read_body(request)
         asked = Asked(self._dialect, body, digest_of(body), self._dialect.parse(body))
-        session = await self._sessions.session(rollout_id)
-        if (running := session.running.get(asked.digest)) is not None:
-            return _follow(running)
-        if again := session.replayable(asked.digest, retried=_is_retry(request.headers)):
-            return await self._replay(session, asked, again)
-        try:
-            admission = session.admit(asked.request)
-        except Refused as refused:
-            if refused.code.endswith("_cap"):
-                await asyncio.to_thread(self._sessions.store.rollouts.note_end, rollout_id, refused.code)
-            raise
-        return _follow(Turn(self._sessions.store, session, asked, admission))
+        return await self._sessions.session(rollout_id), asked
 
     async def _replay(self, session: Session, asked: Asked, call: Recorded) -> Response:
         store = self._sessions.store
@@ -79,7 +81,38 @@ class Surface:
                 call.delivered = True
                 await flag_delivered(store, session.rollout.id, call.index)
 
-        return OutletResponse(outlet, b"", sent, lambda: None)
+        return OutletResponse(outlet, lambda: b"", sent, lambda: None)
+
+
+async def list_models(sessions: Sessions, request: Request) -> Response:
+    """GET of the models, or of one by name: there is the rollout's own. Raises Refused."""
+    rollout_id = request.path_params["rollout_id"]
+    sessions.identify(key_of(request.headers), rollout_id)
+    rollout = sessions.store.rollouts.get(rollout_id)
+    model = rollout.model.name if rollout else ""
+    asked = request.path_params.get("name")
+    if asked not in (None, model):
+        raise Refused(404, "no_model", f"there is no model {asked}; this rollout has {model}")
+    if "anthropic-version" in request.headers:
+        row = {"type": "model", "id": model, "display_name": model, "created_at": "1970-01-01T00:00:00Z"}
+        page = {"data": [row], "has_more": False, "first_id": model, "last_id": model}
+        return JSONResponse(row if asked else page)
+    entry = {"id": model, "object": "model", "created": 0, "owned_by": "openforge"}
+    return JSONResponse(entry if asked else {"object": "list", "data": [entry]})
+
+
+def _refuse_what_it_cannot(session: Session, request: CallRequest) -> None:
+    """Raises Refused (400) that names what this model or its engine cannot do."""
+    images = [image for message in request.messages for image in message.images]
+    if images and not session.codec.vision:
+        raise Refused(400, "unsupported_value", f"{images[0].at} is a picture, and this model reads text", images[0].at)
+    if request.schema is None:
+        return
+    name = request.schema.field
+    if not session.engine.structured_outputs:
+        raise Refused(400, "unsupported_value", f"{name}: this engine cannot hold an answer to a schema", name)
+    if request.tools:
+        raise Refused(400, "unsupported_value", f"{name} cannot be honoured beside tools; send one of the two", name)
 
 
 def _follow(turn: Turn) -> Response:

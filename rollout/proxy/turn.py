@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sqlalchemy as sa
 
@@ -50,7 +50,12 @@ class Turn:
             session.codec, admission.prompt.ids, tools=bool(asked.request.tools), stream=asked.request.stream
         )
         self._started = time.time()
-        head = Head(f"chatcmpl-{session.rollout.id}-{admission.index}", session.rollout.model.name, int(self._started))
+        head = Head(
+            f"{session.rollout.id}-{admission.index}",
+            session.rollout.model.name,
+            int(self._started),
+            len(admission.prompt.ids),
+        )
         self._head = head
         self._writer = asked.dialect.writer(head, asked.request)
         self._answered = False
@@ -58,8 +63,10 @@ class Turn:
         session.running[asked.digest] = self
         self._task = asyncio.create_task(self._run(), name=head.id)
 
-    @property
     def ping(self) -> bytes:
+        """A keep-alive for one client. The first one begins the answer, for all who follow."""
+        if not self.outlet.ended:
+            self.outlet.write(self._writer.begin())
         return self._writer.ping()
 
     def abandon(self) -> None:
@@ -95,9 +102,9 @@ class Turn:
 
     async def _generate(self) -> tuple[Answer, list[Piece]]:
         session, admission = self._session, self._admission
-        chunks = session.engine.generate(
-            admission.prompt.ids, admission.sampling, session.codec.stop_ids, session.context(admission.index)
-        )
+        schema = self._asked.request.schema
+        context = replace(session.context(admission.index), schema=schema.json if schema else None)
+        chunks = session.engine.generate(admission.prompt.ids, admission.sampling, session.codec.stop_ids, context)
         async with asyncio.timeout(session.rollout.task.timeouts.agent), aclosing(chunks):  # type: ignore[type-var]
             async for chunk in chunks:
                 pieces = self._capture.feed(chunk)
@@ -109,7 +116,7 @@ class Turn:
         if self.outlet.stream:
             last = self._write(rest) + self._writer.finish(answer)
         else:
-            last = self._asked.dialect.whole(self._head, answer)
+            last = self._asked.dialect.whole(self._head, self._asked.request, answer)
         call = self._record(answer=answer)
         await self._commit(call, b"".join([*self.outlet.pieces, last]))
         self.outlet.write(last)
@@ -142,6 +149,8 @@ class Turn:
             versions=tuple(capture.versions),
             fork_reason=self._admission.prompt.fork_reason,
             malformed=bool(answer and answer.malformed),
+            rules=request.rules,
+            left_out=request.left_out,
             started=self._started,
             latency=time.time() - self._started,
             failure=failure,

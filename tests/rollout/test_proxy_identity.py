@@ -198,7 +198,7 @@ def test_an_answer_is_bounded_by_what_is_left(proxy_stage: Any) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/rollouts/r/v1/responses", 404),
+        ("GET", "/rollouts/r/v1/responses", 426),
         ("HEAD", "/rollouts/r/api/hello", 404),
         ("POST", "/rollouts/r/v1/embeddings", 404),
         ("GET", "/rollouts/r/v1/chat/completions", 405),

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from rollout.errors import OpenForgeError
@@ -29,24 +30,52 @@ class Refused(OpenForgeError):
 
 
 @dataclass(frozen=True)
+class ToolForm:
+    """How the client knows a tool that the model sees as a plain function."""
+
+    name: str
+    namespace: str = ""
+    custom: bool = False
+    """Free text instead of arguments: the model's function has the one argument `input`."""
+
+
+@dataclass(frozen=True)
+class Schema:
+    """JSON schema that the answer's text must fit. `field` is the request's name for it."""
+
+    json: Mapping[str, Any]
+    field: str
+
+
+@dataclass(frozen=True)
 class CallRequest:
     """A model call in canonical form."""
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
     """Function tools in OpenAI's form, as the client wrote them; empty too when the client forbids calls."""
+    forms: Mapping[str, ToolForm] = field(default_factory=dict)
+    """Function name -> the client's form, for the tools where the two differ."""
     max_tokens: int | None = None
     stream: bool = False
     include_usage: bool = False
+    sealed_reasoning: bool = False
+    """The client wants reasoning as an opaque echo as well."""
+    schema: Schema | None = None
+    left_out: tuple[str, ...] = ()
+    """What the request holds and the model is not shown: hosted and deferred tools, items of foreign servers."""
+    rules: tuple[str, ...] = ()
+    """Names of the canonicalisation rules (noise.py) that changed something."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """Envelope of an answer. `created` is in Unix seconds."""
+    """Envelope of an answer. `id` has no prefix yet: each dialect has its own. `created` is in Unix seconds."""
 
     id: str
     model: str
     created: int
+    prompt_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,7 +102,14 @@ class Piece:
 
 
 class EventWriter(Protocol):
-    """Bytes of one streamed answer, in order: pieces, then `finish` or `failure`. `ping` may come anywhere."""
+    """Bytes of one streamed answer, in order: pieces, then `finish` or `failure`. `ping` may come behind `begin`."""
+
+    def begin(self) -> bytes:
+        """What stands before all else; empty where that has been written already, or where there is no such thing.
+
+        The others begin by themselves. Called for an answer that is long in coming.
+        """
+        ...
 
     def piece(self, piece: Piece) -> bytes: ...
 
@@ -93,7 +129,7 @@ class Dialect(Protocol):
         """Raises Refused (400) that names the field for what cannot be read or cannot be honoured."""
         ...
 
-    def whole(self, head: Head, answer: Answer) -> bytes: ...
+    def whole(self, head: Head, request: CallRequest, answer: Answer) -> bytes: ...
 
     def writer(self, head: Head, request: CallRequest) -> EventWriter: ...
 
@@ -108,9 +144,12 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """A request body as a JSON object whose text can all be written as UTF-8. Raises Refused (400)."""
+    """A request body as a JSON object whose text can all be written as UTF-8. Raises Refused (400).
+
+    A name that stands twice in one object is refused: servers and clients differ about which one counts.
+    """
     try:
-        data = read_value(body.decode("utf-8-sig"))
+        data = read_value(body.decode("utf-8-sig"), pairs=_unique)
     except (ValueError, RecursionError) as error:
         raise Refused(400, "bad_json", f"the body is not valid JSON: {error}") from error
     if not isinstance(data, dict):
@@ -118,10 +157,28 @@ def read_object(body: bytes) -> dict[str, Any]:
     return data
 
 
-def read_value(text: str) -> Any:
+def read_value(text: str, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
     """JSON without NaN, and without lone surrogates, which no tokenizer takes. Raises ValueError, RecursionError."""
-    data = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
+    data = json.loads(text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=pairs)
     return _clean(data) if _SURROGATE.search(text) else data
+
+
+def dump(body: Mapping[str, Any]) -> bytes:
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def dump_arguments(arguments: Mapping[str, Any]) -> str:
+    """A call's arguments as every dialect sends them, spaced as chat templates write them."""
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise ValueError(f"{twice[:80]!r} stands twice in one object")
+    return found
 
 
 def _no_constant(name: str) -> Any:
