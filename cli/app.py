@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 from cyclopts import App
 
-from cli import demo, doctor, engine, gc, models, report, rollouts, run, serve, stages, tasks, up
+from cli import demo, doctor, engine, gc, harness, models, report, rollouts, run, serve, stages, tasks, up
 from rollout.errors import ConfigError, OpenForgeError
 
 app = App(
@@ -22,6 +22,7 @@ app.command(up.down)
 app.command(up.status)
 app.command(serve.serve)
 app.command(engine.app)
+app.command(harness.app)
 app.command(doctor.doctor)
 app.command(demo.demo)
 app.command(run.run)

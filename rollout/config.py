@@ -51,6 +51,11 @@ class Home:
         return self.root / "datasets"
 
     @property
+    def harnesses(self) -> Path:
+        """Installed harness programs, one folder a version."""
+        return self.root / "harnesses"
+
+    @property
     def blobs(self) -> Path:
         return self.root / "blobs"
 

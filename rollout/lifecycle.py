@@ -93,7 +93,7 @@ class _Run:
 
     async def start(self) -> None:
         rollout, task = self.rollout, self.task
-        self.harness = make_harness(rollout.harness)
+        self.harness = make_harness(rollout.harness, self.ctx.home)
         phase = "solution" if rollout.harness.startswith(PREFIX) else "agent"
         self.ctx.services.open(
             rollout.id,
@@ -106,7 +106,7 @@ class _Run:
         self.launch = self.harness.launch(rollout, task, Endpoint(SOCKET, f"/rollouts/{rollout.id}", key))
         spec = SandboxSpec(
             id=rollout.id,
-            resources=task.resources,
+            resources=self.launch.resources or task.resources,
             mounts=self.launch.mounts,
             proxy=self.ctx.home.run / "proxy",
             files={**workspace_files(task), **self.launch.files},

@@ -261,9 +261,9 @@ def test_an_end_is_judged_by_the_proxys_reason_first_then_by_the_code() -> None:
         harness.check(completed(1, b"Traceback"), "")
 
 
-@pytest.mark.parametrize("name", ["reakt", "", "solution:", "codex"])
+@pytest.mark.parametrize("name", ["reakt", "", "solution:", "codec"])
 def test_an_unknown_harness_names_the_known_ones(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"react, solution:solve"):
+    with pytest.raises(ConfigError, match=r"react, codex, .*solution:solve"):
         make_harness(name)
 
 
