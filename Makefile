@@ -1,6 +1,7 @@
 # openforge-rl: `make demo` and `make test` need nothing done before.
 #   TORCH_INDEX=URL   where pip finds torch (PyTorch's own CPU or CUDA index); empty: pip's default
 #                     `make vllm-env` needs PyTorch's CPU build: https://download.pytorch.org/whl/cpu
+#   WORKERS=n         processes of `make test` (default 2; most tests wait for other processes)
 #   PRESET=name       size of `make demo` (default: `demo`, or `small` where the processor has no bf16 units)
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -12,6 +13,7 @@ VLLM_STAMP := $(VLLM)/.openforge-setup
 TORCH_INDEX ?=
 PRESET ?=
 PYTEST_ARGS ?=
+WORKERS ?= 2
 NIGHTLY := vllm or conformance or chaos or attacks
 
 .PHONY: setup vllm-env demo test check up bench clean
@@ -37,7 +39,7 @@ demo: setup
 	@$(BIN)/openforge demo $(if $(PRESET),--preset $(PRESET))
 
 test: setup
-	@$(BIN)/python -m pytest -m "not ($(NIGHTLY))" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not ($(NIGHTLY))" $(PYTEST_ARGS)
 
 check: setup
 	@$(BIN)/ruff check .

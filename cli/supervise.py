@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 POOL = "claw"
 BACKOFF_S = 2.0
-REAP_S = 60.0
 WORKER_START_S = 120.0
 
 
@@ -71,7 +70,6 @@ class Supervisor:
     stop: threading.Event = field(default_factory=threading.Event)
     children: dict[str, Child] = field(default_factory=dict)
     state: str = "starting"
-    reaped: float = 0.0
 
     def run(self) -> None:
         """Brings everything up, watches it until `stop` is set or a signal comes, and takes it down again."""
@@ -81,7 +79,6 @@ class Supervisor:
             self._bring_up()
             while not self.stop.wait(0.5):
                 self._watch()
-                self._reap()
         finally:
             self._take_down()
 
@@ -148,17 +145,6 @@ class Supervisor:
                 child.process = child.start()
                 self._note()
 
-    def _reap(self) -> None:
-        """Ends engines whose lease ran out, once in `REAP_S`."""
-        if time.monotonic() - self.reaped < REAP_S:
-            return
-        from rollout.inference.launch import reap_engines
-
-        self.reaped = time.monotonic()
-        with _store(self.home) as store:
-            for engine_id in reap_engines(store):
-                self.say(f"engine {engine_id} ended: its lease ran out")
-
     def _note(self) -> None:
         running = {
             c.name: {"pid": c.process.pid, "started": started(c.process.pid)}
@@ -191,11 +177,10 @@ def clear(home: Home) -> None:
 
 
 def _stop_engines(home: Home) -> None:
-    from rollout.inference.launch import stop_engine
+    from rollout.inference.launch import stop_engines
 
     with _store(home) as store:
-        for engine in store.engines.all():
-            stop_engine(store, engine.id)
+        stop_engines(store)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import difflib
 import json
 import os
 import shutil
+import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -92,9 +93,8 @@ def open_home(root: str | Path | None = None, *, min_free_mb: int = MIN_FREE_MB)
         for folder in (path, home.run, home.logs):
             folder.mkdir(parents=True, exist_ok=True)
         home.run.chmod(0o700)
-        probe = path / f".write-{os.getpid()}"
-        probe.write_text("ok")
-        probe.unlink()
+        with tempfile.NamedTemporaryFile(dir=path, prefix=".write-") as probe:
+            probe.write(b"ok")
     except OSError as error:
         raise ConfigError(
             f"OPENFORGE_HOME {path} cannot be written ({error.strerror or error}); "

@@ -40,9 +40,10 @@ def follow(parent: int) -> None:
     threading.Thread(target=watch, name="follow-parent", daemon=True).start()
 
 
-def write_pid_file(path: Path, **facts: Any) -> None:
-    """Atomically writes pid, start time and `facts` of this process, mode 0600."""
-    body = {"pid": os.getpid(), "started": started(os.getpid()), **facts}
+def write_pid_file(path: Path, pid: int = 0, **facts: Any) -> None:
+    """Atomically writes pid, start time and `facts` of a process (0: this one), mode 0600."""
+    pid = pid or os.getpid()
+    body = {"pid": pid, "started": started(pid), **facts}
     part = path.with_suffix(f".{os.getpid()}.part")
     part.touch(mode=0o600)
     part.write_text(json.dumps(body))

@@ -28,7 +28,7 @@ from filelock import FileLock, Timeout
 from rollout.config import CODE_ROOT, Home
 from rollout.errors import EngineError
 from rollout.inference.vllm import EngineAddress, VllmEngine
-from rollout.processes import alive, started
+from rollout.processes import alive, read_pid_file, started, write_pid_file
 from rollout.store import Store
 from rollout.types import EngineRecord
 
@@ -88,6 +88,7 @@ def ensure_engine(
         found = _serving(store, wanted, options)
         record = found.model_copy(update={"lease_until": max(found.lease_until, time.time() + lease_s)})
         store.engines.put(record)
+        _starting_file(store.home, wanted.id).unlink(missing_ok=True)
         return record
 
 
@@ -101,6 +102,13 @@ def stop_engine(store: Store, engine_id: str) -> bool:
         if record:
             _drop(store, record)
         return record is not None
+
+
+def stop_engines(store: Store) -> None:
+    """Ends every engine of the home, those that nobody waits for any more included. Raises EngineError."""
+    for engine_id in {e.id for e in store.engines.all()}:
+        stop_engine(store, engine_id)
+    _end_unborn(store.home)
 
 
 def list_engines(store: Store) -> list[EngineRecord]:
@@ -120,6 +128,7 @@ def reap_engines(store: Store, keep: str = "") -> list[str]:
                     gone.append(engine_id)
         except EngineError:  # somebody starts or ends it at this moment
             continue
+    _end_unborn(store.home)
     return gone
 
 
@@ -195,7 +204,7 @@ def _is_over(record: EngineRecord) -> bool:
 
 
 def _drop(store: Store, record: EngineRecord) -> None:
-    _end(record)
+    _end(record.pid, record.process_started)
     store.engines.remove(record.id)
 
 
@@ -210,6 +219,27 @@ def _serving(store: Store, wanted: EngineRecord, options: EngineOptions) -> Engi
     if found:
         _drop(store, found)
     return _start(store.home, wanted, options)
+
+
+def _starting_file(home: Home, engine_id: str) -> Path:
+    """Names a process that is no row yet: whoever started it may be killed before it serves."""
+    return _folder(home) / f"{engine_id}.starting.json"
+
+
+def _end_unborn(home: Home) -> None:
+    """Ends processes whose starter is gone."""
+    for file in sorted(_folder(home).glob("*.starting.json")):
+        try:
+            with _locked(home, file.name.removesuffix(".starting.json"), 0.0):
+                _end_starting(file)
+        except EngineError:  # its starter lives
+            continue
+
+
+def _end_starting(file: Path) -> None:
+    if facts := read_pid_file(file):
+        _end(int(facts["pid"]), float(facts["started"]))
+    file.unlink(missing_ok=True)
 
 
 def _answers(record: EngineRecord) -> bool:
@@ -228,6 +258,8 @@ def _make_key(home: Home, engine_id: str) -> str:
 
 
 def _start(home: Home, wanted: EngineRecord, options: EngineOptions) -> EngineRecord:
+    starting = _starting_file(home, wanted.id)
+    _end_starting(starting)
     port_file = _folder(home) / f"{wanted.id}.port"
     port_file.unlink(missing_ok=True)
     arguments = ["--model", wanted.path, "--version", str(wanted.version), "--port", "0", "--port-file", str(port_file)]
@@ -245,10 +277,12 @@ def _start(home: Home, wanted: EngineRecord, options: EngineOptions) -> EngineRe
         )
     try:
         record = wanted.model_copy(update={"pid": process.pid, "process_started": started(process.pid)})
+        write_pid_file(starting, process.pid)
         return record.model_copy(update={"url": _await_health(process, port_file, options)})
     except (EngineError, psutil.NoSuchProcess) as error:
         process.kill()
         process.wait(STOP_S)
+        starting.unlink(missing_ok=True)
         raise EngineError(
             f"the engine for {wanted.model} did not start: {error}; {log} ends with:\n{_tail(log)}"
         ) from error
@@ -269,11 +303,11 @@ def _await_health(process: subprocess.Popen[bytes], port_file: Path, options: En
     raise EngineError(f"it was not healthy within {options.start_s:.0f} s")
 
 
-def _end(record: EngineRecord) -> None:
-    if not alive(record.pid, record.process_started):
+def _end(pid: int, process_started: float) -> None:
+    if not alive(pid, process_started):
         return
     try:
-        process = psutil.Process(record.pid)
+        process = psutil.Process(pid)
         process.terminate()
         try:
             process.wait(STOP_S)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.prefect,
     pytest.mark.kill,
+    pytest.mark.chaos,
     pytest.mark.sandbox,
     pytest.mark.model,
     pytest.mark.timeout(900),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -24,6 +27,7 @@ from rollout.inference.launch import (
     read_key,
     reap_engines,
     stop_engine,
+    stop_engines,
     update_engine,
 )
 from rollout.processes import alive
@@ -207,6 +211,37 @@ def test_an_engine_that_somebody_is_busy_with_is_not_reaped(store: Store, option
         assert reap_engines(store) == []
         assert alive(record.pid, record.process_started)
     assert reap_engines(store) == [record.id]
+
+
+STARTER = """
+import sys
+from rollout.config import open_home
+from rollout.inference.launch import EngineOptions, ensure_engine
+from rollout.store import open_store
+program = (sys.executable, "-c", "import time; time.sleep(60)")
+ensure_engine(open_store(open_home(sys.argv[1])), "m", "/models/m", options=EngineOptions(program=program))
+"""
+
+
+@pytest.mark.parametrize("end", [reap_engines, stop_engines])
+def test_an_engine_whose_starter_was_killed_before_it_served_is_ended(
+    store: Store, end: Callable[[Store], Any]
+) -> None:
+    starter = subprocess.Popen([sys.executable, "-c", STARTER, str(store.home.root)])
+    file = store.home.run / "engines" / f"{engine_name('m')}.starting.json"
+    try:
+        while not file.exists():
+            assert starter.poll() is None
+            time.sleep(0.05)
+        facts = json.loads(file.read_text())
+        end(store)
+        assert alive(facts["pid"], facts["started"]), "its starter lives"
+    finally:
+        starter.kill()
+        starter.wait(10)
+    end(store)
+    assert not alive(facts["pid"], facts["started"])
+    assert not file.exists()
 
 
 def test_stopping_twice_is_safe(store: Store, options: EngineOptions) -> None:

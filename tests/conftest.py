@@ -1,0 +1,15 @@
+"""Which tests share a worker process: those of one file, and all of `flows/`, which share one `openforge up`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        path = item.path.relative_to(ROOT)
+        item.add_marker(pytest.mark.xdist_group("flows" if path.parts[0] == "flows" else str(path)))
