@@ -16,6 +16,7 @@ from rich.console import Console
 
 from rollout.config import CODE_ROOT, open_home
 from rollout.errors import ConfigError
+from rollout.sandbox import limits
 from rollout.sandbox.checks import check_local
 
 DISK_MIB = 8192
@@ -125,7 +126,10 @@ def _sandbox() -> Iterator[Finding]:
     """Each problem says how it is mended."""
     problems = check_local()
     if not problems:
-        yield Finding("sandbox", True, "bubblewrap makes user namespaces")
+        by = dict(limits.host_cgroups().parents)
+        rlimits = [name for name in limits.CONTROLLERS if name not in by]
+        told = f"; only rlimits hold {', '.join(rlimits)} (no writable cgroup)" if rlimits else ""
+        yield Finding("sandbox", True, f"bubblewrap makes user namespaces{told}")
     for problem in problems:
         yield Finding("sandbox", False, problem)
 

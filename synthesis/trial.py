@@ -10,7 +10,6 @@ import json
 from pathlib import Path
 
 from rollout.bundle import load_task
-
 from rollout.client import Plan, make_rollouts
 from rollout.config import Home
 from rollout.errors import ConfigError, FailureClass

@@ -6,6 +6,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from rollout.sandbox import limits
+
 TRIAL_S = 20.0
 TRIAL = (
     *("--unshare-user", "--disable-userns", "--unshare-pid", "--unshare-net", "--uid", "1000", "--gid", "1000"),
@@ -28,6 +30,8 @@ def check_local() -> list[str]:
     problems = []
     if not Path("/usr/bin/python3").exists():
         problems.append("/usr/bin/python3 is missing, harness programs run by it: apt-get install python3")
+    if unlimited := limits.pids_problem(limits.host_cgroups()):
+        problems.append(unlimited)
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         return [*problems, "bubblewrap is missing: apt-get install bubblewrap"]

@@ -4,9 +4,11 @@
     pids     pids.max                                              else RLIMIT_NPROC inside the user namespace
     cpu      cpu.cfs_quota_us, cpu.max                             else RLIMIT_CPU (seconds of the deadline)
     disk     RLIMIT_FSIZE for one file, and the runner's watch over the writable directories, always
+    files    RLIMIT_NOFILE, always
 
 With cgroups the kernel's counters say which limit was hit; an rlimit only shows as an error inside the command.
-RLIMIT_NPROC is counted per user namespace since Linux 5.14 (per uid before) and never binds root.
+RLIMIT_NPROC is counted per user namespace since Linux 5.14 (per uid before) and never binds root, whatever
+namespace its process is in. So root without a writable pids cgroup gets no sandbox at all (`pids_problem`).
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ CPU_PERIOD_US = 100_000
 BWRAP_PIDS = 2
 """bubblewrap itself and the init of its namespace."""
 BWRAP_MB = 4
+OPEN_FILES = 4096
+"""Enough for Node's and Chromium's harnesses."""
 PROBE_S = 5.0
 PREFIX = "openforge-"
 _PROBING = threading.Lock()  # guards the probe: two at once would take each other for a host without cgroups
@@ -126,15 +130,28 @@ def _probe(parent: Path) -> bool:
         probe.rmdir()
 
 
+def pids_problem(cgroups: Cgroups, proc: Path = Path("/proc/self")) -> str:
+    """Why nothing would limit the number of a sandbox's processes, and what mends it; empty: something does."""
+    if "pids" in dict(cgroups.parents) or os.geteuid() != 0:
+        return ""
+    if (proc / "uid_map").read_text().split()[1] != "0":
+        return ""  # root of a container's user namespace only: an ordinary user to the kernel, whom rlimits bind
+    return (
+        "nothing limits a sandbox's processes: this is root, whom RLIMIT_NPROC does not bind, and no pids cgroup can "
+        "be written; run as an unprivileged user (docker run --user 1000:1000), or make /sys/fs/cgroup writable"
+    )
+
+
 def plan(resources: Resources, cgroups: Cgroups, name: str, timeout: float) -> Plan:
     """Pure: the groups and rlimits of one command. `name` is unique on the host; `timeout` in seconds."""
     rlimits = [(resource.RLIMIT_FSIZE, resources.disk_mb * 2**20), (resource.RLIMIT_CORE, 0)]
-    if cgroups.version:
-        return Plan(_groups(resources, cgroups, name), tuple(rlimits))
-    rlimits.append((resource.RLIMIT_AS, resources.memory_mb * 2**20))
-    rlimits.append((resource.RLIMIT_CPU, int(timeout * max(1.0, resources.cpus)) + 1))
+    rlimits.append((resource.RLIMIT_NOFILE, OPEN_FILES))
+    if not cgroups.version:
+        rlimits.append((resource.RLIMIT_AS, resources.memory_mb * 2**20))
+        rlimits.append((resource.RLIMIT_CPU, int(timeout * max(1.0, resources.cpus)) + 1))
     count = resources.pids + BWRAP_PIDS
-    return Plan((), tuple(rlimits), ("/usr/bin/prlimit", f"--nproc={count}:{count}", "--"))
+    wrap = () if "pids" in dict(cgroups.parents) else ("/usr/bin/prlimit", f"--nproc={count}:{count}", "--")
+    return Plan(_groups(resources, cgroups, name), tuple(rlimits), wrap)
 
 
 def _groups(resources: Resources, cgroups: Cgroups, name: str) -> tuple[Group, ...]:

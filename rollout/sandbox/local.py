@@ -24,7 +24,7 @@ import psutil
 
 from rollout.config import CODE_ROOT, Home
 from rollout.errors import SandboxError
-from rollout.sandbox import bwrap, limits, tree
+from rollout.sandbox import bwrap, limits, seccomp, tree
 from rollout.sandbox.base import Command, Completed, Mount, SandboxSpec
 from rollout.sandbox.checks import check_local
 from rollout.sandbox.hub import RunnerHub
@@ -64,6 +64,8 @@ class LocalSandbox:
             )
         if not shutil.which("bwrap"):
             raise SandboxError("; ".join(await asyncio.to_thread(check_local)))
+        if unlimited := limits.pids_problem(await asyncio.to_thread(self._limited_by)):
+            raise SandboxError(unlimited)
         folder = folder_of(self._home, spec.id)
         key = self._hub.open(folder.name)
         try:
@@ -82,8 +84,7 @@ class LocalSandbox:
     async def run(self, command: Command) -> Completed:
         """Raises SandboxError when the sandbox is broken or gone."""
         spec, folder = self._started()
-        cgroups = limits.host_cgroups() if self._cgroups is None else self._cgroups
-        plan = limits.plan(spec.resources, cgroups, limits.group_name(folder), command.timeout)
+        plan = limits.plan(spec.resources, self._limited_by(), limits.group_name(folder), command.timeout)
         result = await self._call(_run_op(command, plan, spec, self._layout(spec, folder)), command.timeout)
         return Completed(
             returncode=result["returncode"],
@@ -160,9 +161,11 @@ class LocalSandbox:
         tree.remove(folder)
 
     def _groups(self, folder: Path) -> tuple[str, ...]:
-        cgroups = limits.host_cgroups() if self._cgroups is None else self._cgroups
         name = limits.group_name(folder)
-        return tuple(sorted({str(parent / name) for _, parent in cgroups.parents}))
+        return tuple(sorted({str(parent / name) for _, parent in self._limited_by().parents}))
+
+    def _limited_by(self) -> limits.Cgroups:
+        return limits.host_cgroups() if self._cgroups is None else self._cgroups
 
     # -- the runner ----------------------------------------------------------------------------------------
 
@@ -257,6 +260,7 @@ def _run_op(command: Command, plan: limits.Plan, spec: SandboxSpec, layout: bwra
         "kind": "run",
         "bwrap": shutil.which("bwrap") or "/usr/bin/bwrap",
         "options": bwrap.options(layout, command.env, command.cwd),
+        "seccomp": b64encode(seccomp.program()).decode(),
         "argv": (*plan.wrap, *command.argv),
         "stdin": b64encode(command.stdin).decode(),
         "timeout": command.timeout,

@@ -13,6 +13,7 @@ import os
 import resource
 import select
 import signal
+import stat
 import time
 from binascii import a2b_base64, b2a_base64
 
@@ -53,6 +54,55 @@ def measure(roots: list[str], limit: int) -> int:
         except OSError:
             return limit + 1
     return total
+
+
+def family(pid: int) -> list[int]:
+    """`pid` and all its descendants. In a pid namespace the orphans are init's children, so none is missed."""
+    found = [pid]
+    for parent in found:
+        try:
+            for task in os.listdir(f"/proc/{parent}/task"):
+                with open(f"/proc/{parent}/task/{task}/children") as file:
+                    found += map(int, file.read().split())
+        except OSError:
+            continue  # it has just ended
+    return found
+
+
+def measure_deleted(pids: list[int], roots: list[str]) -> int:
+    """Bytes of files without a name, on the disks of `roots`, that `pids` hold open or mapped."""
+    devices = {os.stat(root).st_dev for root in roots}
+    opened: dict[tuple[int, int], int] = {}
+    mapped: dict[tuple[int, int], int] = {}
+    for pid in pids:
+        try:
+            for name in os.listdir(f"/proc/{pid}/fd"):
+                _count_open(f"/proc/{pid}/fd/{name}", opened)
+            _count_mapped(f"/proc/{pid}/maps", mapped)
+        except OSError:
+            continue
+    return sum(size for (device, _), size in {**mapped, **opened}.items() if device in devices)
+
+
+def _count_open(path: str, sizes: dict[tuple[int, int], int]) -> None:
+    try:
+        info = os.stat(path)
+    except OSError:
+        return  # closed meanwhile
+    if stat.S_ISREG(info.st_mode) and info.st_nlink == 0:
+        sizes[info.st_dev, info.st_ino] = max(info.st_size, info.st_blocks * 512, 4096)
+
+
+def _count_mapped(path: str, sizes: dict[tuple[int, int], int]) -> None:
+    """A mapping keeps a closed file alive; the file is taken to reach to its last mapped byte."""
+    with open(path, errors="replace") as file:
+        for line in file:
+            if line.endswith(" (deleted)\n"):
+                span, _, offset, device, inode = line.split(maxsplit=5)[:5]
+                begin, end = (int(n, 16) for n in span.split("-"))
+                major, minor = (int(n, 16) for n in device.split(":"))
+                key = os.makedev(major, minor), int(inode)
+                sizes[key] = max(sizes.get(key, 0), int(offset, 16) + end - begin)
 
 
 class Groups:
@@ -107,6 +157,14 @@ def write_file(path: str, value: str) -> None:
         os.close(fd)
 
 
+def memory_file(data: bytes) -> int:
+    """A descriptor that reads `data` from its beginning."""
+    fd = os.memfd_create("bwrap")
+    os.write(fd, data)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
 class Run:
     """One command in one bubblewrap, from fork to the death of its pid namespace."""
 
@@ -127,15 +185,14 @@ class Run:
 
     def start(self) -> None:
         self._groups.make()
-        args = os.memfd_create("bwrap-args")
-        os.write(args, b"".join(option.encode(errors="surrogateescape") + b"\0" for option in self._op["options"]))
-        os.lseek(args, 0, os.SEEK_SET)
+        options = b"".join(option.encode(errors="surrogateescape") + b"\0" for option in self._op["options"])
+        args, rules = memory_file(options), memory_file(a2b_base64(self._op["seccomp"]))
         pipes = [os.pipe() for _ in range(4)]
         self._pid = os.fork()
         if self._pid == 0:
-            self._child(args, pipes)
+            self._child(args, rules, pipes)
         (child_in, self._in), (self._out, child_out), (self._err, child_err), (self._stat, child_stat) = pipes
-        for fd in (args, child_in, child_out, child_err, child_stat):
+        for fd in (args, rules, child_in, child_out, child_err, child_stat):
             os.close(fd)
         self._outer = os.pidfd_open(self._pid)
         self._kept = {self._out: bytearray(), self._err: bytearray()}
@@ -148,7 +205,7 @@ class Run:
         else:
             os.close(self._in)
 
-    def _child(self, args: int, pipes: list[tuple[int, int]]) -> None:
+    def _child(self, args: int, rules: int, pipes: list[tuple[int, int]]) -> None:
         """Never returns. Python ignores SIGPIPE and SIGXFSZ, which an exec would pass on."""
         try:
             for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
@@ -160,10 +217,11 @@ class Run:
                 resource.setrlimit(number, (value, value))
             for fd, target in ((pipes[0][0], 0), (pipes[1][1], 1), (pipes[2][1], 2)):
                 os.dup2(fd, target)
-            for fd in (args, pipes[3][1]):
+            given = {"--args": args, "--seccomp": rules, "--json-status-fd": pipes[3][1]}
+            for fd in given.values():
                 os.set_inheritable(fd, True)
-            bwrap = self._op["bwrap"]
-            os.execv(bwrap, [bwrap, "--args", str(args), "--json-status-fd", str(pipes[3][1]), "--", *self._op["argv"]])
+            bwrap, flags = self._op["bwrap"], [word for flag, fd in given.items() for word in (flag, str(fd))]
+            os.execv(bwrap, [bwrap, *flags, "--", *self._op["argv"]])
         except BaseException as error:
             os.write(2, f"runner: {error!r}\n".encode())
         os._exit(126)
@@ -273,9 +331,15 @@ class Run:
                 signal.pidfd_send_signal(fd, signal.SIGKILL)
 
     def _check_disk(self) -> None:
-        if not self._limit and measure(self._op["disk_roots"], self._op["disk"]) > self._op["disk"]:
+        if not self._limit and self._used() > self._op["disk"]:
             self._limit = "disk"
             self.kill()
+
+    def _used(self) -> int:
+        """Bytes on disk, also those of deleted files that a process still holds."""
+        roots = self._op["disk_roots"]
+        held = measure_deleted(family(self._facts()["child-pid"]), roots) if self._init in self._open else 0
+        return held + measure(roots, self._op["disk"])
 
     def _drain(self) -> None:
         self.kill()
@@ -296,19 +360,20 @@ class Run:
         if self._input:
             self._close_input()
         limit = self._limit or self._groups.hit()
+        timed_out = self._timed_out and not limit  # the limit is the reason why it was not done in time
         self._groups.remove()
         out, err = (bytes(self._kept[fd]) for fd in (self._out, self._err))
-        started = "exit-code" in self._facts() or self._timed_out or bool(limit)
+        started = "exit-code" in self._facts() or timed_out or bool(limit)
         code = self._returncode
         if code is not None and code < 0:
             code = 128 - code
         return {
-            "returncode": None if self._timed_out else code,
+            "returncode": None if timed_out else code,
             "stdout": b2a_base64(out, newline=False).decode(),
             "stderr": b2a_base64(err, newline=False).decode(),
             "truncated": self._seen > len(out) + len(err),
-            "timed_out": self._timed_out,
+            "timed_out": timed_out,
             "seconds": seconds,
-            "limit": "" if self._timed_out else limit,
+            "limit": limit,
             "error": "" if started else f"bubblewrap ended with {code}: {err[-500:].decode(errors='replace')}",
         }
