@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
@@ -52,7 +53,15 @@ def list_rollouts(*, run: str = "", state: str = "", purpose: str = "", limit: i
 
 
 @app.command
-def show(rollout_id: str, /, *, json: Annotated[bool, Parameter(negative="")] = False) -> int:
+def show(
+    rollout_id: str,
+    /,
+    *,
+    json: Annotated[bool, Parameter(negative="")] = False,
+    raw: Annotated[bool, Parameter(negative="")] = False,
+    call: int | None = None,
+    out: Path | None = None,
+) -> int:
     """Prints a rollout's trajectory: messages, tool calls, verdict.
 
     Parameters
@@ -61,7 +70,14 @@ def show(rollout_id: str, /, *, json: Annotated[bool, Parameter(negative="")] = 
         An id of `openforge rollouts list`; the last attempt is shown.
     json
         The record as JSON instead.
+    raw
+        Requests and answers byte for byte as they crossed the wire, each with a line end behind it.
+    call
+        Only the call with this index.
+    out
+        With --raw: a folder for a file of each request and answer, exactly as they were.
     """
+    from cli.raw import chosen, write_raw
     from cli.trajectory import print_trajectory
     from rollout.store import open_store
     from rollout.types import Trajectory
@@ -71,9 +87,14 @@ def show(rollout_id: str, /, *, json: Annotated[bool, Parameter(negative="")] = 
         rollout = store.rollouts.latest([rollout_id]).get(rollout_id) or store.rollouts.get(rollout_id)
         if rollout is None:
             raise ConfigError(f"no rollout {rollout_id!r}; `openforge rollouts list` shows the ids")
-        trajectory = Trajectory(rollout=rollout, calls=tuple(store.calls.of(rollout.id)))
+        calls = store.calls.of(rollout.id)
+        calls = calls if call is None and not raw else chosen(calls, call)
+        if raw:
+            write_raw(store, calls, out)
+            return 0
     finally:
         store.close()
+    trajectory = Trajectory(rollout=rollout, calls=tuple(calls))
     if json:
         print(trajectory.model_dump_json(indent=2))
     else:

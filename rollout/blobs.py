@@ -1,4 +1,4 @@
-"""Content-addressed blobs: request and response bytes, screenshots, large arrays.
+"""Content-addressed blobs: screenshots, large arrays; read alike: request and response bytes, which calls.db holds.
 
 A blob's name is the sha256 of its bytes; it is stored zstd-compressed under `<root>/ab/<digest>.zst` and never
 changes. `root` is anything fsspec can open, a directory or a bucket.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
@@ -20,7 +21,9 @@ def digest_of(data: bytes) -> str:
 
 
 class Blobs:
-    def __init__(self, root: str | Path) -> None:
+    def __init__(self, root: str | Path, beside: Callable[[str], bytes | None] | None = None) -> None:
+        """`beside` finds bytes that are kept elsewhere (those of recorded calls); None for an unknown digest."""
+        self._beside = beside
         self._fs, self._root = fsspec.core.url_to_fs(str(root))
         self._known: set[str] = set()
         self._lock = threading.Lock()  # guards _known only
@@ -47,14 +50,23 @@ class Blobs:
 
     def get(self, digest: str) -> bytes:
         """Raises FileNotFoundError for an unknown digest, ValueError for a damaged blob."""
-        with self._fs.open(self._path(digest), "rb") as file:
-            data = zstandard.decompress(file.read())
+        data = self._find(digest)
         if digest_of(data) != digest:
             raise ValueError(f"blob {digest} is damaged: its bytes hash to {digest_of(data)}")
         return data
 
+    def _find(self, digest: str) -> bytes:
+        try:
+            with self._fs.open(self._path(digest), "rb") as file:
+                return zstandard.decompress(file.read())
+        except FileNotFoundError:
+            found = self._beside(digest) if self._beside else None
+            if found is None:
+                raise
+            return found
+
     def size(self, digest: str) -> int:
-        """Bytes on the disk; 0 for an unknown digest."""
+        """Bytes of its file; 0 where there is none."""
         path = self._path(digest)
         return int(self._fs.size(path) or 0) if self._fs.exists(path) else 0
 

@@ -35,13 +35,15 @@ class Store:
 def open_store(home: Home) -> Store:
     """Opens `rollouts.db` and `calls.db` of a home. Raises NewerHomeError, StoreError."""
     queue = Database(home.database_url("rollouts"), ROLLOUTS)
-    recorded = Database(home.database_url("calls"), CALLS)
+    recorded = Database(home.database_url("calls"), CALLS, synchronous="FULL")
+    blobs = Blobs(home.blobs)
+    calls = CallStore(recorded, blobs)
     return Store(
         home=home,
         rollouts=RolloutStore(queue),
-        calls=CallStore(recorded),
+        calls=calls,
         engines=EngineStore(queue),
         records=RecordStore(queue),
-        blobs=Blobs(home.blobs),
+        blobs=Blobs(home.blobs, beside=calls.wire),
         databases=(queue, recorded),
     )

@@ -24,7 +24,7 @@ GROUP = 256
 _STOP = object()
 
 
-def connect(url: str) -> Engine:
+def connect(url: str, synchronous: str = "NORMAL") -> Engine:
     """An engine with the pragmas of design "Store"; SQLite transactions are opened by us, not by the driver."""
     if not url.startswith("sqlite"):
         return sa.create_engine(url, pool_pre_ping=True)
@@ -33,7 +33,7 @@ def connect(url: str) -> Engine:
     @sa.event.listens_for(engine, "connect")
     def _pragmas(connection: Any, _: Any) -> None:
         connection.isolation_level = None
-        for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=60000", "foreign_keys=ON"):
+        for pragma in ("journal_mode=WAL", f"synchronous={synchronous}", "busy_timeout=60000", "foreign_keys=ON"):
             connection.execute(f"PRAGMA {pragma}")
 
     @sa.event.listens_for(engine, "begin")
@@ -45,10 +45,13 @@ def connect(url: str) -> Engine:
 
 
 class Database:
-    """Opens `url`, makes or checks the tables of `metadata`, and serialises writes. Close it when done."""
+    """Opens `url`, makes or checks the tables of `metadata`, and serialises writes. Close it when done.
 
-    def __init__(self, url: str, metadata: sa.MetaData) -> None:
-        self.engine = connect(url)
+    SQLite's `synchronous`: with NORMAL a commit outlives the process, with FULL a power cut, too.
+    """
+
+    def __init__(self, url: str, metadata: sa.MetaData, synchronous: str = "NORMAL") -> None:
+        self.engine = connect(url, synchronous)
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards _closed, so that nothing is queued behind the writer's last batch
         self._closed = False

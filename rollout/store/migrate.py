@@ -1,10 +1,13 @@
 """Schema version of each database, by alembic: an older home is upgraded, a newer one refused.
 
-Revisions are the functions in `REVISIONS`, one for each version above 0; several databases may share one file
-(PostgreSQL), so the version row is named after the metadata's first table.
+A new database gets the tables as they are now; an old one goes through the functions of `REVISIONS`, one for each
+version above 1, in one transaction. Several databases may share one file (PostgreSQL), so the version row is named
+after the metadata's first table.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import sqlalchemy as sa
 from alembic.migration import MigrationContext
@@ -12,27 +15,27 @@ from alembic.operations import Operations
 from sqlalchemy.engine import Connection, Engine
 
 from rollout.errors import NewerHomeError
+from rollout.store.revisions import split_calls
 
-VERSION = 1
+REVISIONS: dict[str, tuple[Callable[[Connection], None], ...]] = {"version_calls": (split_calls,)}
+"""The revision to version 2, to version 3, and so on."""
 
 
 def migrate(engine: Engine, metadata: sa.MetaData) -> None:
-    """Brings the database to `VERSION`. Raises NewerHomeError when it is beyond it."""
+    """Brings the database to its newest version. Raises NewerHomeError when it is beyond it."""
+    newest = 1 + len(REVISIONS.get(_table(metadata), ()))
     with engine.connect().execution_options(writer=True) as connection, connection.begin():
         found = current_version(connection, metadata)
-        if found > VERSION:
+        if found > newest:
             raise NewerHomeError(
-                f"the store {engine.url!s} has schema version {found}, this openforge knows {VERSION}; "
+                f"the store {engine.url!s} has schema version {found}, this openforge knows {newest}; "
                 "upgrade openforge or use another OPENFORGE_HOME"
             )
-        if found == VERSION:
+        if found == newest:
             return
-        context = MigrationContext.configure(connection, opts={"version_table": _table(metadata)})
-        with Operations.context(context):
-            for version in range(found + 1, VERSION + 1):
-                _upgrade(version, connection, metadata)
+        _upgrade(connection, metadata, found)
         connection.execute(sa.text(f"DELETE FROM {_table(metadata)}"))
-        connection.execute(sa.text(f"INSERT INTO {_table(metadata)} (version_num) VALUES ('{VERSION}')"))
+        connection.execute(sa.text(f"INSERT INTO {_table(metadata)} (version_num) VALUES ('{newest}')"))
 
 
 def current_version(connection: Connection, metadata: sa.MetaData) -> int:
@@ -46,7 +49,11 @@ def _table(metadata: sa.MetaData) -> str:
     return f"version_{sorted(metadata.tables)[0]}"
 
 
-def _upgrade(version: int, connection: Connection, metadata: sa.MetaData) -> None:
-    """Version 1 is the first schema. A later one alters through `alembic.op` here."""
-    if version == 1:
+def _upgrade(connection: Connection, metadata: sa.MetaData, found: int) -> None:
+    if found == 0:
         metadata.create_all(connection)
+        return
+    context = MigrationContext.configure(connection, opts={"version_table": _table(metadata)})
+    with Operations.context(context):
+        for revise in REVISIONS[_table(metadata)][found - 1 :]:
+            revise(connection)

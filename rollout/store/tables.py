@@ -1,6 +1,7 @@
 """Tables of `rollouts.db` (queue, engines, stage records) and `calls.db` (written by the proxy alone).
 
-Columns are what is queried; the whole record stands beside them as JSON in `body`.
+Columns are what is queried; the whole record stands beside them as JSON in `body`. The long fields of a call are
+parts (parts.py), and its columns `PARTS` name them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import sqlalchemy as sa
 
 ROLLOUTS = sa.MetaData()
 CALLS = sa.MetaData()
+PARTS = ("prompt", "answer", "messages", "tools", "request", "response")
 
 rollouts = sa.Table(
     "rollouts",
@@ -71,4 +73,18 @@ calls = sa.Table(
     sa.Column("failed", sa.Boolean, nullable=False, default=False),
     sa.Column("tokens", sa.Integer, nullable=False, default=0),
     sa.Column("body", sa.LargeBinary, nullable=False),
+    sa.Column("logprobs", sa.LargeBinary),
+    *(sa.Column(name, sa.LargeBinary) for name in PARTS),
+)
+
+parts = sa.Table(
+    "parts",
+    CALLS,
+    sa.Column("id", sa.LargeBinary, primary_key=True),
+    sa.Column("base", sa.LargeBinary),
+    sa.Column("head", sa.Integer, nullable=False),
+    sa.Column("tail", sa.Integer, nullable=False),
+    sa.Column("ids", sa.Boolean, nullable=False),
+    sa.Column("holes", sa.Text, nullable=False),
+    sa.Column("data", sa.LargeBinary, nullable=False),
 )
