@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 from cyclopts import App
 
-from cli import demo, doctor, engine, gc, harness, models, report, rollouts, run, serve, stages, tasks, up
+from cli import demo, doctor, engine, gc, harness, merge_report, models, report, rollouts, run, serve, stages, tasks, up
 from rollout.errors import ConfigError, OpenForgeError
 
 app = App(
@@ -31,6 +31,7 @@ app.command(tasks.app)
 for stage in (stages.synth, stages.distill, stages.sft, stages.rl, stages.evaluate, stages.pipeline):
     app.command(stage, name="eval" if stage is stages.evaluate else None)
 app.command(rollouts.app)
+rollouts.app.command(merge_report.merge_report)
 app.command(report.report)
 app.command(gc.gc)
 

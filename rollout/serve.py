@@ -27,11 +27,13 @@ from starlette.applications import Starlette
 
 from rollout.config import Home, open_home
 from rollout.errors import ConfigError, OpenForgeError
+from rollout.harness import stop_style, tagger_of
 from rollout.inference.router import EngineRouter
 from rollout.lifecycle import Context
 from rollout.orchestrator.loop import Orchestrator
 from rollout.processes import serve_file, write_pid_file
 from rollout.proxy.app import ProxyContext, create_proxy
+from rollout.proxy.attribution import Adapters
 from rollout.sandbox.hub import RunnerHub, create_hub
 from rollout.sandbox.local import LocalSandbox, reap
 from rollout.services.host import ServiceHost
@@ -86,7 +88,7 @@ def _server(app: Starlette, lifespan: Literal["on", "off"]) -> _Server:
 
 
 async def serve(home: Home, *, port: int = 0, concurrency: int = CONCURRENCY, idle_exit: float = 0.0) -> None:
-    """Runs until SIGTERM or SIGINT, or until nothing ran for `idle_exit` seconds (0: never).
+    """Runs until SIGTERM or SIGINT, or until nothing ran for `idle_exit` seconds (0: never) and no engine is left.
 
     However it ends, the rollouts end first, then the listeners that their sandboxes need, the store last.
     """
@@ -100,7 +102,7 @@ async def serve(home: Home, *, port: int = 0, concurrency: int = CONCURRENCY, id
         stack.callback(store.close)
         services, hub, router = ServiceHost(), RunnerHub(), EngineRouter(store)
         stack.push_async_callback(router.close)
-        proxy = create_proxy(ProxyContext(store=store, services=services, engines=router))
+        proxy = create_proxy(ProxyContext(store, services, router, Adapters(tagger_of, stop_style)))
         reap(home)
         tcp = _tcp(port)
         _listen(stack, _server(proxy, "on"), [_listener(home.run / "proxy" / "proxy.sock"), tcp])
@@ -112,7 +114,13 @@ async def serve(home: Home, *, port: int = 0, concurrency: int = CONCURRENCY, id
         orchestrator = Orchestrator(ctx, concurrency)
         stack.push_async_callback(orchestrator.stop)
         loop = asyncio.create_task(orchestrator.run())
-        await _until(stop, loop, lambda: bool(idle_exit) and time.monotonic() - orchestrator.idle_since > idle_exit)
+
+        def idle() -> bool:  # as long as there are engines, somebody must end them when their lease runs out
+            return (
+                bool(idle_exit) and time.monotonic() - orchestrator.idle_since > idle_exit and not store.engines.all()
+            )
+
+        await _until(stop, loop, idle)
 
 
 def _listen(stack: AsyncExitStack, server: _Server, sockets: list[socket.socket]) -> None:

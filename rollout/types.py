@@ -168,6 +168,10 @@ class Limits(Record):
     """Sampled tokens over all calls of the rollout."""
     context: int = Field(8192, ge=16)
     """Longest prompt + completion of a call, in tokens."""
+    body_mb: int = Field(96, ge=1)
+    """Longest request body of a call, in MiB: a long history with its screenshots."""
+    seconds: float = Field(0.0, ge=0)
+    """Wall clock from the first call on; 0: only the task's own timeout."""
 
 
 class Failure(Record):
@@ -203,7 +207,7 @@ class Rollout(Record):
     """Unix seconds."""
     failure: Failure | None = None
     end_reason: str = ""
-    """Why the session ended when the policy caused it: `call_cap`, `token_cap`, `malformed`, `memory`, ..."""
+    """Why the session ended when the policy caused it: `call_cap`, `time_cap`, `malformed`, `memory`, ..."""
     verdict: Verdict | None = None
     calls: int = 0
     tokens: int = 0

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 from rollout.config import Home
 from rollout.inference.router import EngineRouter
 from rollout.proxy.app import ProxyContext, create_proxy
+from rollout.proxy.attribution import Adapters
 from rollout.proxy.codecs import load_codec
 from rollout.proxy.render import Codec
 from rollout.services import ServiceHost
@@ -129,7 +130,7 @@ class Reply:
     step: int = 1
     """Ids per event."""
     fault: str = ""
-    """`html`, `busy`, `no_ids`, `no_logprobs`, `top_first`, `cut`, `line`, `error`, `usage`."""
+    """`html`, `busy`, `unary`, `no_ids`, `no_logprobs`, `top_first`, `cut`, `line`, `error`, `usage`, `twice`."""
 
 
 @dataclass
@@ -160,6 +161,8 @@ class FakeEngine:
             return Response("<html>gateway</html>", media_type="text/html")
         if reply.fault == "busy":
             return Response("starting", 503)
+        if reply.fault == "unary":
+            return JSONResponse(_Stream(self, replace(reply, step=len(reply.ids)))._event(0))
         return _Stream(self, reply)
 
     async def _update(self, request: Request) -> Response:
@@ -192,6 +195,8 @@ class _Stream(Response):
             if at and reply.fault in ("cut", "line", "error"):
                 break
         last = {"line": "data: {broken\n\n", "error": 'data: {"error": {"message": "lost"}}\n\n', "cut": ""}
+        if reply.fault == "twice":
+            await self._part(send, f"data: {json.dumps(self._event(len(reply.ids) - 1))}\n\n")
         end = 'data: {"choices": [], "usage": {"completion_tokens": 99}}\n\n' if reply.fault == "usage" else ""
         await self._part(send, last.get(reply.fault, f"{end}data: [DONE]\n\n"), more=False)
 
@@ -290,7 +295,9 @@ async def until(true: Callable[[], bool], seconds: float = 5.0) -> None:
 
 
 @asynccontextmanager
-async def staged(home: Home, folder: Path, engine: FakeEngine | None = None) -> AsyncIterator[Stage]:
+async def staged(
+    home: Home, folder: Path, engine: FakeEngine | None = None, adapters: Adapters | None = None
+) -> AsyncIterator[Stage]:
     """Store, engine and proxy of one test, over real sockets."""
     engine = engine or FakeEngine()
     store = open_store(home)
@@ -298,7 +305,7 @@ async def staged(home: Home, folder: Path, engine: FakeEngine | None = None) -> 
     try:
         async with serving(engine.app()) as engine_url, aiohttp.ClientSession() as http:
             register(store, str(folder), engine_url)
-            app = create_proxy(ProxyContext(store=store, services=services, engines=router))
+            app = create_proxy(ProxyContext(store=store, services=services, engines=router, adapters=adapters))
             async with serving(app) as url:
                 codec = load_codec(folder, "qwen3")
                 yield Stage(store, folder, codec, engine, services, http, url, app)

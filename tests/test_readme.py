@@ -14,7 +14,7 @@ from cli.app import app
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
-MENTION = re.compile(r"openforge((?: [a-z]+)+)((?: (?:--?[a-z-]+|[A-Za-z0-9./:=_-]+))*)")
+MENTION = re.compile(r"openforge((?: [a-z]+(?:-[a-z]+)*)+)((?: (?:--?[a-z-]+|[A-Za-z0-9./:=_-]+))*)")
 
 
 def commands(node: App, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], App]]:

@@ -110,7 +110,9 @@ class VllmEngine:
             raise _Unreachable("none is registered for this model")
         try:
             async with self._session().post(f"{address.url}/v1/completions", data=body) as response:
-                await _check(response)
+                if await _is_whole(response):
+                    yield read_whole(await response.text(), address.version)
+                    return
                 async with aclosing(read_chunks(response.content.iter_any(), address.version)) as chunks:
                     async for chunk in chunks:
                         yield chunk
@@ -147,14 +149,26 @@ def request_body(ids: Sequence[int], sampling: Sampling, stop_ids: Sequence[int]
     return json.dumps(body, separators=(",", ":")).encode()
 
 
-async def _check(response: aiohttp.ClientResponse) -> None:
+async def _is_whole(response: aiohttp.ClientResponse) -> bool:
+    """False for a stream of events, True for a server that gives its answer in one piece all the same."""
     kind = response.headers.get("Content-Type", "")
-    if response.status == 200 and kind.startswith("text/event-stream"):
-        return
+    if response.status == 200 and kind.startswith(("text/event-stream", "application/json")):
+        return kind.startswith("application/json")
     text = (await response.content.read(2000)).decode(errors="replace")
     if response.status in _BUSY:
         raise _Unreachable(f"{response.status}: {text}")
     raise EngineError(f"the engine answered {response.status} {kind or 'without a type'} instead of events: {text}")
+
+
+def read_whole(text: str, version: int) -> Chunk:
+    """The one chunk of a unary answer. Raises EngineError."""
+    event = _object(text)
+    choices = event.get("choices") or [{}]
+    chunk = read_choice(choices[0], event.get("weight_version", version))
+    told = (event.get("usage") or {}).get("completion_tokens", len(chunk.ids))
+    if not chunk.finish_reason or told != len(chunk.ids):
+        raise EngineError(f"the engine's answer is not finished, or is cut: it holds {len(chunk.ids)} of {told} ids")
+    return chunk
 
 
 # -- the stream ----------------------------------------------------------------------------------------

@@ -17,16 +17,19 @@ from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
+from rollout.proxy.attribution import Adapters
 from rollout.proxy.dialects.anthropic import MessagesDialect
 from rollout.proxy.dialects.base import Dialect, Refused
 from rollout.proxy.dialects.chat import ChatDialect
 from rollout.proxy.dialects.responses import ResponsesDialect
 from rollout.proxy.gateway import Gateway, ToolHost
+from rollout.proxy.intake import Intake
 from rollout.proxy.session import EngineSource, Sessions
 from rollout.proxy.surface import Surface, list_models
 from rollout.store import Store
@@ -39,11 +42,13 @@ class ProxyContext:
     store: Store
     services: ToolHost
     engines: EngineSource
+    adapters: Adapters | None = None
+    """How each harness's calls are told apart and stopped; None: all are the agent's own."""
 
 
 def create_proxy(ctx: ProxyContext) -> Starlette:
     """The app; `app.state.sessions.forget(rollout_id)` ends a rollout's session at once."""
-    sessions = Sessions(ctx.store, ctx.engines)
+    sessions = Sessions(ctx.store, ctx.engines, ctx.adapters)
     chat = Surface(ChatDialect(), sessions)
     responses = Surface(ResponsesDialect(), sessions)
     messages = Surface(MessagesDialect(), sessions)
@@ -62,6 +67,7 @@ def create_proxy(ctx: ProxyContext) -> Starlette:
             Route(f"{base}/v1/models/{{name:path}}", models, methods=["GET"]),
             Route(f"{base}/tools/{{service}}/{{tool}}", gateway.call, methods=["POST"]),
         ],
+        middleware=[Middleware(Intake)],
         exception_handlers={Refused: _refused, HTTPException: _no_route},
     )
     app.state.sessions = sessions

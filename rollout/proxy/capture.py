@@ -149,6 +149,8 @@ class Capture:
             raise EngineError("the engine sent more ids after it had said that the answer was finished")
         if chunk.logprobs is not None and len(chunk.logprobs) != len(chunk.ids):
             raise EngineError(f"the engine sent {len(chunk.ids)} ids with {len(chunk.logprobs)} log-probabilities")
+        if any(not 0 <= token < self._codec.size for token in chunk.ids):
+            raise EngineError(f"the engine sent an id outside the vocabulary of {self._codec.size}: {chunk.ids}")
         self.ids.extend(chunk.ids)
         if chunk.logprobs is None:
             self.logprobs = None if chunk.ids else self.logprobs

@@ -22,6 +22,8 @@ from rollout.proxy.render import CALL_MARK, Codec
 ENTRY = "openforge.json"
 CACHED = 4096
 """Texts of up to so many characters, and so many of them, keep their ids: a history is rendered again at each call."""
+LONG, LONG_CACHED = 65536, 128
+"""Likewise for longer ones: system prompts and files."""
 
 
 class Codecs:
@@ -73,7 +75,7 @@ def load_codec(folder: Path, renderer: str) -> Codec:
     except (OSError, ValueError, AssertionError) as error:
         raise ConfigError(f"the tokenizer in {folder} cannot be used ({error}); add the model again") from error
     stops = dict.fromkeys([*made.get_stop_token_ids(), *_end_ids(folder)])
-    return Codec(tokenizer, made, [int(i) for i in stops])
+    return Codec(tokenizer, made, [int(i) for i in stops], max(len(tokenizer), _scored(folder)))
 
 
 class FileTokenizer:
@@ -91,9 +93,15 @@ class FileTokenizer:
         self._core.no_truncation()
         self._core.no_padding()
         self._short = lru_cache(CACHED)(self._encode)
+        self._long = lru_cache(LONG_CACHED)(self._encode)
+
+    def __len__(self) -> int:
+        return int(self._core.get_vocab_size())
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        return list(self._short(text) if len(text) <= CACHED else self._encode(text))
+        if len(text) > LONG:
+            return list(self._encode(text))
+        return list(self._short(text) if len(text) <= CACHED else self._long(text))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return str(self._core.decode(ids, skip_special_tokens=skip_special_tokens))
@@ -130,6 +138,13 @@ def _fingerprint(folder: Path, renderer: str) -> str:
         file = folder / name
         total.update(file.read_bytes() if file.exists() else b"\0")
     return total.hexdigest()
+
+
+def _scored(folder: Path) -> int:
+    """How many ids the weights score: often more than the tokenizer names, to fill a block."""
+    file = folder / "config.json"
+    found = json.loads(file.read_text()).get("vocab_size") if file.exists() else None
+    return found if isinstance(found, int) else 0
 
 
 def _end_ids(folder: Path) -> list[int]:

@@ -15,8 +15,9 @@ from starlette.responses import JSONResponse, Response
 
 from rollout.errors import InfrastructureError
 from rollout.proxy.dialects.base import Refused, read_object
+from rollout.proxy.intake import read_body
 from rollout.proxy.session import Sessions
-from rollout.proxy.surface import key_of, read_body
+from rollout.proxy.surface import key_of
 
 PHASES = ("agent", "solution")
 

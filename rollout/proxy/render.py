@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 
 from rollout.errors import ConfigError
-from rollout.proxy.dialects.base import Refused
+from rollout.proxy.dialects.base import Refused, check_depth
 from rollout.proxy.messages import Message, ToolCall
 
 CALL_MARK = "<tool_call>"
@@ -24,8 +24,10 @@ _RESPONSE = re.compile(r"<tool_response>\n?(.*?)\n?</tool_response>", re.DOTALL)
 class Codec:
     """Renders histories, reads answers. Not bound to a rollout; every method is a pure function of its arguments."""
 
-    def __init__(self, tokenizer: Any, renderer: Any, stop_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Any, renderer: Any, stop_ids: Sequence[int], size: int) -> None:
+        """`size`: ids below it are the model's."""
         self._tokenizer = tokenizer
+        self.size = size
         self._renderer = renderer
         self.stop_ids: tuple[int, ...] = tuple(stop_ids)
         self.vision = False
@@ -95,10 +97,11 @@ class Codec:
 
 
 def _is_plain(arguments: Any) -> bool:
-    """True for an object that is JSON and can be written as UTF-8."""
+    """True for an object that is JSON, not too deep, and can be written as UTF-8."""
     if not isinstance(arguments, dict):
         return False
     try:
+        check_depth(arguments)
         json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, UnicodeEncodeError, RecursionError):
         return False

@@ -3,25 +3,34 @@
 a new request            -> admitted, a turn starts
 one that runs already    -> attaches to the running turn
 one that was answered, but whose answer did not arrive -> the recorded bytes again
+one beyond a cap         -> the end of the session, as its harness takes it: a 400, or an answer that ends the turn
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from rollout.blobs import digest_of
-from rollout.proxy.dialects.base import CallRequest, Dialect, Refused
+from rollout.proxy.attribution import attribute
+from rollout.proxy.dialects.base import Answer, CallRequest, Dialect, Head, Piece, Refused
 from rollout.proxy.history import Recorded
-from rollout.proxy.outlet import Outlet, OutletResponse
-from rollout.proxy.session import Session, Sessions
+from rollout.proxy.intake import read_body
+from rollout.proxy.outlet import EVENTS, Outlet, OutletResponse
+from rollout.proxy.session import CAPS, Session, Sessions
 from rollout.proxy.turn import Asked, Turn, flag_delivered
+from rollout.types import CallTag
 
-BODY_MAX = 16 * 2**20
 AGENT = "agent"
+INLINE = 32 * 2**10
+"""Bytes. Larger bodies are parsed and rendered in a thread: the event loop streams all other answers meanwhile."""
+ENDED = "The limit of this session is reached."
+T = TypeVar("T")
 
 
 class Surface:
@@ -47,17 +56,19 @@ class Surface:
 
     async def _call(self, request: Request) -> Response:
         session, asked = await self._asked(request)
-        if (running := session.running.get(asked.digest)) is not None:
-            return _follow(running)
-        if again := session.replayable(asked.digest, retried=_is_retry(request.headers)):
-            return await self._replay(session, asked, again)
+        if going := await self._going(session, asked, request):
+            return going
         _refuse_what_it_cannot(session, asked.request)
         try:
-            admission = session.admit(asked.request)
+            session.check_caps()
+            prompt = await _aside(asked.body, lambda: session.prompt(asked.request, asked.tagged))
+            if going := await self._going(session, asked, request):  # a twin may have come while this one was rendered
+                return going
+            admission = session.admit(asked.request, prompt, asked.tagged)
         except Refused as refused:
-            if refused.code.endswith("_cap"):
-                await asyncio.to_thread(self._sessions.store.rollouts.note_end, session.rollout.id, refused.code)
-            raise
+            if refused.code not in CAPS or asked.tagged.tag is CallTag.UNATTRIBUTED:
+                raise
+            return await self._end(session, asked, refused)
         return _follow(Turn(self._sessions.store, session, asked, admission))
 
     async def _asked(self, request: Request) -> tuple[Session, Asked]:
@@ -66,9 +77,33 @@ class Surface:
         phase = self._sessions.identify(key_of(request.headers), rollout_id)
         if phase != AGENT:
             raise Refused(403, "wrong_phase", f"a key of the phase {phase} may not call the model")
-        body = await read_body(request)
-        asked = Asked(self._dialect, body, digest_of(body), self._dialect.parse(body))
-        return await self._sessions.session(rollout_id), asked
+        session = await self._sessions.session(rollout_id)
+        body = await read_body(request, session.manner.body_max)
+        digest, call = await _aside(body, lambda: (digest_of(body), self._dialect.parse(body)))
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        path = request.url.path.removeprefix(f"/rollouts/{rollout_id}")
+        tagged = attribute(session.manner.tagger, self._dialect.name, path, headers, call)
+        return session, Asked(self._dialect, body, digest, call, tagged)
+
+    async def _going(self, session: Session, asked: Asked, request: Request) -> Response | None:
+        """The answer that this request has already, or is being given."""
+        if (running := session.running.get(asked.key)) is not None:
+            return _follow(running)
+        again = session.replayable(*asked.key, retried=_is_retry(request.headers))
+        return await self._replay(session, asked, again) if again else None
+
+    async def _end(self, session: Session, asked: Asked, refused: Refused) -> Response:
+        """Notes why the session ended, and ends it. No model call is made and none is recorded."""
+        await asyncio.to_thread(self._sessions.store.rollouts.note_end, session.rollout.id, refused.code)
+        if session.manner.stop == "refuse":
+            raise refused
+        head = Head(f"{session.rollout.id}-end", session.rollout.model.name, int(time.time()))
+        answer = Answer(ENDED, "", (), False, "stop", 0, 0)
+        if not asked.request.stream:
+            return Response(self._dialect.whole(head, asked.request, answer), media_type="application/json")
+        writer = self._dialect.writer(head, asked.request)
+        body = writer.piece(Piece("content", ENDED)) + writer.finish(answer)
+        return Response(body, headers={"content-type": EVENTS.decode(), "cache-control": "no-cache"})
 
     async def _replay(self, session: Session, asked: Asked, call: Recorded) -> Response:
         store = self._sessions.store
@@ -115,6 +150,11 @@ def _refuse_what_it_cannot(session: Session, request: CallRequest) -> None:
         raise Refused(400, "unsupported_value", f"{name} cannot be honoured beside tools; send one of the two", name)
 
 
+async def _aside(body: bytes, work: Callable[[], T]) -> T:
+    """Work that grows with the body: in place, or in a thread for a large one."""
+    return work() if len(body) <= INLINE else await asyncio.to_thread(work)
+
+
 def _follow(turn: Turn) -> Response:
     return OutletResponse(turn.outlet, turn.ping, turn.delivered, turn.abandon)
 
@@ -130,23 +170,3 @@ def key_of(headers: Mapping[str, str]) -> str:
     if scheme.lower() == "bearer" and token:
         return token.strip()
     return headers.get("api-key", "") or headers.get("x-api-key", "")
-
-
-async def read_body(request: Request) -> bytes:
-    """Raises Refused: 413 beyond `BODY_MAX`, 415 for a compressed body."""
-    if request.headers.get("content-encoding", "identity") != "identity":
-        raise Refused(415, "compressed", "a compressed request body is not read here; send it plain")
-    told = request.headers.get("content-length", "0")
-    parts, size = [], 0
-    if not told.isdigit() or int(told) > BODY_MAX:
-        raise _too_large()
-    async for part in request.stream():
-        size += len(part)
-        if size > BODY_MAX:
-            raise _too_large()
-        parts.append(part)
-    return b"".join(parts)
-
-
-def _too_large() -> Refused:
-    return Refused(413, "too_large", f"a request body may have {BODY_MAX} bytes; shorten the history")

@@ -10,17 +10,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 import sqlalchemy as sa
 
 from rollout.errors import EngineError, FailureClass, OpenForgeError, StoreError
+from rollout.proxy.attribution import Tagged
 from rollout.proxy.capture import Capture
 from rollout.proxy.dialects.base import Answer, CallRequest, Dialect, Head, Piece, Refused
 from rollout.proxy.outlet import Outlet
-from rollout.proxy.session import Admission, Session
+from rollout.proxy.session import Admission, Session, time_cap
 from rollout.store import Store
 from rollout.types import Failure, ModelCall
 
@@ -36,6 +36,12 @@ class Asked:
     body: bytes
     digest: str
     request: CallRequest
+    tagged: Tagged
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Equal for a repetition: agents of one rollout may ask the same at the same time."""
+        return self.tagged.thread, self.digest
 
 
 class Turn:
@@ -60,7 +66,7 @@ class Turn:
         self._writer = asked.dialect.writer(head, asked.request)
         self._answered = False
         self.outlet = Outlet(stream=asked.request.stream)
-        session.running[asked.digest] = self
+        session.running[asked.key] = self
         self._task = asyncio.create_task(self._run(), name=head.id)
 
     def ping(self) -> bytes:
@@ -89,9 +95,10 @@ class Turn:
             await self._finish(answer, rest)
         except asyncio.CancelledError:
             await self._fail(FailureClass.CANCELLED, Refused(499, "client_gone", "the client went away"))
-        except (EngineError, TimeoutError) as error:
-            message = str(error) or "the answer took longer than the rollout has"
-            await self._fail(FailureClass.INFRASTRUCTURE, Refused(502, "engine_error", message))
+        except TimeoutError:
+            await self._fail(FailureClass.TIMEOUT, await self._too_late())
+        except EngineError as error:
+            await self._fail(FailureClass.INFRASTRUCTURE, Refused(502, "engine_error", str(error)))
         except OpenForgeError as error:
             await self._fail(FailureClass.INFRASTRUCTURE, Refused(503, "infrastructure", str(error)))
         except Exception as error:  # a fault of ours must reach the record and the client, too
@@ -105,12 +112,21 @@ class Turn:
         schema = self._asked.request.schema
         context = replace(session.context(admission.index), schema=schema.json if schema else None)
         chunks = session.engine.generate(admission.prompt.ids, admission.sampling, session.codec.stop_ids, context)
-        async with asyncio.timeout(session.rollout.task.timeouts.agent), aclosing(chunks):  # type: ignore[type-var]
+        seconds = min(session.rollout.task.timeouts.agent, admission.seconds)
+        async with asyncio.timeout(seconds), aclosing(chunks):  # type: ignore[type-var]
             async for chunk in chunks:
                 pieces = self._capture.feed(chunk)
                 if self.outlet.stream:
                     self.outlet.write(self._write(pieces))
         return self._capture.finish(f"call_{admission.index}")
+
+    async def _too_late(self) -> Refused:
+        """The rollout's own wall clock is a cap, which ends its session; the task's timeout ends the rollout."""
+        rollout = self._session.rollout
+        if self._admission.seconds >= rollout.task.timeouts.agent:
+            return Refused(504, "timeout", "the answer took longer than the rollout has")
+        await asyncio.to_thread(self._store.rollouts.note_end, rollout.id, "time_cap")
+        return time_cap(rollout.limits.seconds)
 
     async def _finish(self, answer: Answer, rest: list[Piece]) -> None:
         if self.outlet.stream:
@@ -139,6 +155,8 @@ class Turn:
             rollout_id=session.rollout.id,
             index=self._admission.index,
             dialect=self._asked.dialect.name,
+            tag=self._asked.tagged.tag,
+            thread=self._asked.tagged.thread,
             stream=request.stream,
             messages=tuple(message.dump() for message in messages),
             tools=request.tools,
@@ -169,13 +187,10 @@ class Turn:
 
     async def _store_call(self, call: ModelCall, response: bytes) -> None:
         store, rollout_id = self._store, call.rollout_id
-        request_digest, response_digest = await asyncio.to_thread(_put, store, (self._asked.body, response))
-        call = call.model_copy(update={"request": request_digest, "response": response_digest})
         for earlier in self._admission.answered:
             earlier.delivered = True
-        await asyncio.gather(
-            store.calls.append(call), *(store.calls.delivered(rollout_id, e.index) for e in self._admission.answered)
-        )
+        shown = asyncio.gather(*(store.calls.delivered(rollout_id, e.index) for e in self._admission.answered))
+        call, _ = await asyncio.gather(store.calls.append(call, self._asked.body, response), shown)
         self._session.committed(call)
         store.rollouts.note_call(
             rollout_id, len(call.completion_ids), call.versions[0].version if call.versions else None
@@ -185,8 +200,8 @@ class Turn:
         return b"".join(self._writer.piece(piece) for piece in pieces)
 
     def _leave(self) -> None:
-        if self._session.running.get(self._asked.digest) is self:
-            del self._session.running[self._asked.digest]
+        if self._session.running.get(self._asked.key) is self:
+            del self._session.running[self._asked.key]
 
 
 async def flag_delivered(store: Store, rollout_id: str, index: int) -> None:
@@ -194,10 +209,6 @@ async def flag_delivered(store: Store, rollout_id: str, index: int) -> None:
         await store.calls.delivered(rollout_id, index)
     except (StoreError, sa.exc.SQLAlchemyError) as error:  # the next call of the thread shows it as well
         log.warning("call %s of %s was delivered but not flagged: %s", index, rollout_id, error)
-
-
-def _put(store: Store, bodies: Sequence[bytes]) -> list[str]:
-    return [store.blobs.put(body) for body in bodies]
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:

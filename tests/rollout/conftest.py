@@ -11,6 +11,7 @@ import pytest
 from proxy_fakes import FakeEngine, Stage, save_codec, staged
 
 from rollout.config import open_home
+from rollout.proxy.attribution import Adapters
 from rollout.proxy.codecs import load_codec
 from rollout.proxy.render import Codec
 
@@ -34,8 +35,8 @@ def proxy_stage(tmp_path: Path, proxy_folder: Path) -> Staged:
     """`async with proxy_stage() as stage`: proxy, engine and store of one home; again for a restarted proxy."""
 
     @asynccontextmanager
-    async def make(engine: FakeEngine | None = None) -> AsyncIterator[Stage]:
-        async with staged(open_home(tmp_path / "home"), proxy_folder, engine) as stage:
+    async def make(engine: FakeEngine | None = None, adapters: Adapters | None = None) -> AsyncIterator[Stage]:
+        async with staged(open_home(tmp_path / "home"), proxy_folder, engine, adapters) as stage:
             yield stage
 
     return make

@@ -281,3 +281,12 @@ def test_a_name_that_stands_twice_in_the_body_is_refused(name: str) -> None:
     raw = json.dumps(MINIMAL[name])[:-1] + ', "stream": true, "stream": false}'
     with pytest.raises(Refused, match="stands twice"):
         DIALECTS[name].parse(raw.encode())
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_a_body_too_deep_to_be_recorded_is_refused(name: str) -> None:
+    deep: Any = {}
+    for _ in range(300):
+        deep = {"properties": deep}
+    with pytest.raises(Refused, match="deep"):
+        DIALECTS[name].parse(json.dumps({**MINIMAL[name], "tools": [deep]}).encode())

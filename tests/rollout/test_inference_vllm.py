@@ -92,6 +92,7 @@ def test_a_broken_answer_is_an_engine_error(fault: str) -> None:
     )
 
 
+@pytest.mark.bugs
 def test_bug_83_entries_named_by_id_are_looked_up() -> None:
     async def check(fake: FakeEngine, engine: VllmEngine) -> None:
         chunks = await collect(engine)
@@ -100,6 +101,7 @@ def test_bug_83_entries_named_by_id_are_looked_up() -> None:
     with_engine(Reply((11, 12), fault="top_first"), check)
 
 
+@pytest.mark.bugs
 def test_bug_17_closing_the_iterator_aborts() -> None:
     async def check(fake: FakeEngine, engine: VllmEngine) -> None:
         stream = engine.generate((1,), SAMPLING, (7,), CONTEXT)

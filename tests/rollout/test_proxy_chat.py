@@ -123,6 +123,7 @@ def test_tool_call_has_json_arguments_and_no_text(proxy_stage: Any) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.bugs
 def test_bug_3_every_sampled_id_is_recorded_once_and_counted(proxy_stage: Any) -> None:
     """Text that was held back, or that the stop id hides, still has its ids in record and usage."""
 
@@ -140,6 +141,7 @@ def test_bug_3_every_sampled_id_is_recorded_once_and_counted(proxy_stage: Any) -
     asyncio.run(main())
 
 
+@pytest.mark.bugs
 def test_bug_4_tool_markup_never_reaches_the_stream_as_text(proxy_stage: Any) -> None:
     async def main() -> None:
         async with proxy_stage() as stage:
@@ -152,6 +154,7 @@ def test_bug_4_tool_markup_never_reaches_the_stream_as_text(proxy_stage: Any) ->
     asyncio.run(main())
 
 
+@pytest.mark.bugs
 @pytest.mark.parametrize("arguments", ['{"a": 1', "[]", "null", "3", None, '{"a": NaN}'])
 def test_bug_7_a_bad_call_in_the_history_is_kept_as_text(proxy_stage: Any, arguments: Any) -> None:
     async def main() -> None:
@@ -174,6 +177,7 @@ def test_bug_7_a_bad_call_in_the_history_is_kept_as_text(proxy_stage: Any, argum
     asyncio.run(main())
 
 
+@pytest.mark.bugs
 @pytest.mark.parametrize("stream", [False, True])
 def test_bug_8_parallel_calls_keep_ids_and_arguments(proxy_stage: Any, stream: bool) -> None:
     async def main() -> None:
@@ -207,6 +211,10 @@ def test_bug_8_parallel_calls_keep_ids_and_arguments(proxy_stage: Any, stream: b
         ('<tool_call>\n{"name": "get_ticket", "arguments": {"x": 1e999}}\n</tool_call>', "stop"),
         ('<tool_call>\n{"name": "get_ticket", "arguments": {"x": "\\ud800"}}\n</tool_call>', "stop"),
         (f"{CALL}\n<tool_call>\nno json\n</tool_call>", "stop"),
+        (
+            '<tool_call>\n{"name": "get_ticket", "arguments": {"x": ' + 300 * "[" + 300 * "]" + "}}\n</tool_call>",
+            "stop",
+        ),
         ("<tool_call></tool_call>", "stop"),
         ("</tool_call><tool_call>", "length"),
     ],
@@ -354,6 +362,7 @@ def test_weight_versions_are_stamped_per_span(proxy_stage: Any) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.bugs
 @pytest.mark.parametrize("fault", ["line", "error", "cut", "no_ids", "no_logprobs", "html", "usage"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_bug_27_and_86_a_broken_engine_leaves_a_failed_record(proxy_stage: Any, fault: str, stream: bool) -> None:
@@ -379,6 +388,7 @@ def test_bug_27_and_86_a_broken_engine_leaves_a_failed_record(proxy_stage: Any, 
     asyncio.run(main())
 
 
+@pytest.mark.bugs
 def test_bug_83_the_sampled_ids_own_logprob_is_recorded(proxy_stage: Any) -> None:
     async def main() -> None:
         async with proxy_stage() as stage:

@@ -33,6 +33,7 @@ async def read_first(stage: Stage, body: dict[str, Any]) -> None:
         response.close()
 
 
+@pytest.mark.bugs
 @pytest.mark.parametrize("stream", [False, True])
 def test_bug_17_a_client_that_leaves_stops_the_engine_within_a_second(proxy_stage: Any, stream: bool) -> None:
     async def main() -> None:
@@ -58,6 +59,7 @@ def test_bug_17_a_client_that_leaves_stops_the_engine_within_a_second(proxy_stag
     asyncio.run(main())
 
 
+@pytest.mark.bugs
 def test_bug_18_a_clients_retry_leaves_one_trained_turn(proxy_stage: Any) -> None:
     """The first attempt is cut off and flagged; the second is the turn; the next prompt extends that one."""
 
@@ -310,6 +312,7 @@ def test_forget_ends_running_calls_and_keys_at_once(proxy_stage: Any) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.bugs
 def test_bug_84_many_slow_calls_start_at_once(proxy_stage: Any) -> None:
     async def main() -> None:
         async with proxy_stage() as stage:

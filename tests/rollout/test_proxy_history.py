@@ -13,6 +13,7 @@ from proxy_fakes import TOOLS, call_text, save_codec
 
 from rollout.proxy.codecs import load_codec
 from rollout.proxy.dialects.base import CallRequest, Refused
+from rollout.proxy.forks import kind_of
 from rollout.proxy.history import Recorded, make_prompt
 from rollout.proxy.messages import Message, ToolCall, continues, load_message
 from rollout.proxy.render import Codec
@@ -96,16 +97,18 @@ def test_forks_name_their_reason_and_keep_the_templates_text(proxy_codec: Codec)
         replace(plain, reasoning="hm"),
     )
     cases = [
-        (loose, request(USER, answer, RESULT), "non-canonical"),
-        (said, request(USER, Message("assistant", "Done!"), USER), "client edit"),
-        (said, request(Message("system", "new"), USER, plain, USER), "client edit"),
+        (loose, request(USER, answer, RESULT), "non-canonical text"),
+        (said, request(USER, Message("assistant", "Done!"), USER), "client edit at token {said}"),
+        (said, request(Message("system", "new"), USER, plain, USER), "system changed"),
         (said, request(USER), "history shortened"),
-        (said, request(USER, plain, USER, tools=()), "tools changed"),
+        (said, request(USER, plain, USER, tools=()), "tool list changed"),
         (thought, request(USER, replace(plain, reasoning="hm"), USER), "reasoning stripped"),
+        (thought, request(USER, plain, USER), "reasoning stripped"),
     ]
+    at = len(said.prompt) + len(codec.encode("Done"))
     for earlier, asked, reason in cases:
         prompt = make_prompt(codec, asked, [earlier], TEMPLATE)
-        assert prompt.fork_reason == reason
+        assert prompt.fork_reason == reason.format(said=at)
         assert list(prompt.ids) == codec.render(asked.messages, asked.tools)
 
 
@@ -119,7 +122,7 @@ def test_a_fork_still_reuses_the_call_before(proxy_codec: Codec) -> None:
     assert two.prompt[: len(one.ids)] == one.ids
     edited = request(USER, answer, RESULT, Message("assistant", "Done, I think."), USER)
     prompt = make_prompt(codec, edited, [one, two], TEMPLATE)
-    assert prompt.fork_reason == "client edit"
+    assert kind_of(prompt.fork_reason) == "client edit"
     assert prompt.ids[: len(one.ids)] == one.ids
 
 
@@ -132,7 +135,7 @@ def test_retain_keeps_recorded_ids_where_the_message_is_equal(proxy_codec: Codec
     assert prompt.fork_reason == ""
     assert prompt.ids[: len(first.ids)] == first.ids
     edited = request(USER, Message("assistant", "other"), USER)
-    assert make_prompt(codec, edited, [first], RETAIN).fork_reason == "client edit"
+    assert kind_of(make_prompt(codec, edited, [first], RETAIN).fork_reason) == "client edit"
 
 
 def test_ids_of_tool_calls_do_not_matter_and_names_do() -> None:

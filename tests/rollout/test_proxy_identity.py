@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from proxy_fakes import TOOLS, Stage, until
 
-from rollout.proxy import surface
+from rollout.proxy import intake
 from rollout.types import Limits, Sampling
 
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
@@ -20,6 +20,7 @@ def recorded(stage: Stage) -> int:
     return stage.store.calls.count()
 
 
+@pytest.mark.bugs
 @pytest.mark.parametrize("key", ["", "of-wrong", "Bearer", "ключ"])
 def test_bug_30_an_unknown_key_is_refused_and_recorded_nowhere(proxy_stage: Any, key: str) -> None:
     async def main() -> None:
@@ -33,6 +34,7 @@ def test_bug_30_an_unknown_key_is_refused_and_recorded_nowhere(proxy_stage: Any,
     asyncio.run(main())
 
 
+@pytest.mark.bugs
 def test_bug_85_identity_comes_from_the_key_alone(proxy_stage: Any) -> None:
     """Neither the path, a header nor a body field lets one rollout speak for another."""
 
@@ -238,12 +240,14 @@ def test_models_lists_the_rollouts_own(proxy_stage: Any) -> None:
 
 
 def test_large_and_compressed_bodies_are_refused(proxy_stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(surface, "BODY_MAX", 1000)
+    monkeypatch.setattr(intake, "UNDECLARED_MAX", 1000)
 
     async def main() -> None:
         async with proxy_stage() as stage:
-            stage.add("r")
-            assert (await stage.ask("r", b"x" * 1001))[0] == 413
+            stage.add("r", limits=Limits(body_mb=1))
+            status, answer = await stage.ask("r", b"x" * (2**20 + 1))
+            assert status == 413
+            assert "1048576 bytes" in answer["error"]["message"]
 
             async def parts() -> Any:
                 for _ in range(20):

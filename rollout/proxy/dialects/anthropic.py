@@ -20,6 +20,7 @@ from rollout.proxy.dialects.anthropic_blocks import (
 )
 from rollout.proxy.dialects.base import Answer, CallRequest, Head, Piece, Refused, dump, dump_arguments, read_object
 from rollout.proxy.dialects.noise import clean_body, clean_messages
+from rollout.proxy.dialects.outside import read_outside
 from rollout.proxy.dialects.reading import (
     a_list,
     an_object,
@@ -67,6 +68,7 @@ class MessagesDialect:
             schema=_schema(data),
             left_out=(*box.left_out, *history.left_out, *_edits(data)),
             rules=body_rules + rules,
+            outside=read_outside(data),
         )
 
     def whole(self, head: Head, request: CallRequest, answer: Answer) -> bytes:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from rollout.errors import OpenForgeError
+from rollout.proxy.dialects.outside import Outside
 from rollout.proxy.messages import Message, ToolCall
 
+DEPTH = 100
+"""How deep the values of a body or of a call's arguments may be nested; a record is written by recursion."""
 DialectName = Literal["chat", "responses", "messages"]
 
 
@@ -66,6 +69,7 @@ class CallRequest:
     """What the request holds and the model is not shown: hosted and deferred tools, items of foreign servers."""
     rules: tuple[str, ...] = ()
     """Names of the canonicalisation rules (noise.py) that changed something."""
+    outside: Outside = field(default_factory=Outside)
 
 
 @dataclass(frozen=True)
@@ -158,8 +162,13 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def read_value(text: str, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """JSON without NaN, and without lone surrogates, which no tokenizer takes. Raises ValueError, RecursionError."""
+    """JSON without NaN, without lone surrogates, which no tokenizer takes, and at most `DEPTH` deep.
+
+    Raises ValueError, RecursionError.
+    """
     data = json.loads(text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=pairs)
+    if text.count("[") + text.count("{") > DEPTH:
+        check_depth(data)
     return _clean(data) if _SURROGATE.search(text) else data
 
 
@@ -179,6 +188,20 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in found if names.count(name) > 1)
         raise ValueError(f"{twice[:80]!r} stands twice in one object")
     return found
+
+
+def check_depth(data: Any) -> None:
+    """Raises ValueError for values nested more than `DEPTH` deep."""
+    level = [data]
+    for _ in range(DEPTH + 1):
+        level = [child for value in level if isinstance(value, dict | list) for child in _children(value)]
+        if not level:
+            return
+    raise ValueError(f"its values are nested more than {DEPTH} deep")
+
+
+def _children(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
 
 
 def _no_constant(name: str) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 from rollout.proxy.dialects.base import Answer, CallRequest, Head, Piece, Refused, dump, dump_arguments, read_object
 from rollout.proxy.dialects.noise import clean_body, clean_messages
+from rollout.proxy.dialects.outside import read_outside
 from rollout.proxy.dialects.reading import (
     Content,
     a_list,
@@ -69,6 +70,7 @@ class ChatDialect:
             schema=read_schema(data.get("response_format"), "response_format"),
             left_out=tuple(box.left_out),
             rules=body_rules + rules,
+            outside=read_outside(data),
         )
 
     def whole(self, head: Head, request: CallRequest, answer: Answer) -> bytes:

@@ -12,6 +12,7 @@ from typing import Any
 from rollout.proxy.dialects.base import Answer, CallRequest, Head, Piece, Refused, dump, read_object
 from rollout.proxy.dialects.chat import openai_error
 from rollout.proxy.dialects.noise import clean_body, clean_messages
+from rollout.proxy.dialects.outside import read_outside
 from rollout.proxy.dialects.reading import (
     a_list,
     an_object,
@@ -70,6 +71,7 @@ class ResponsesDialect:
             schema=read_schema(an_object(data.get("text"), "text").get("format"), "text.format"),
             left_out=(*box.left_out, *left_out),
             rules=body_rules + rules,
+            outside=read_outside(data),
         )
 
     def whole(self, head: Head, request: CallRequest, answer: Answer) -> bytes:
