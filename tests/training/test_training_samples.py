@@ -138,6 +138,7 @@ def test_a_malformed_answer_is_trained_whole() -> None:
     assert paper_samples(trajectory(bad, end_reason="malformed"))[0].mask == (False, True, True)
 
 
+@pytest.mark.bugs
 def test_bug_32_a_row_without_trained_tokens_is_never_made() -> None:
     drifted = call(0, [1, 2], [3], delivered=False)
     later = call(1, [1, 7, 3], [4])
