@@ -48,20 +48,24 @@ def prefect_api(home: Home, owner: str, console: Console) -> Iterator[str]:
     if running := _running_server(home):
         yield running
         return
-    port = prefect_server.free_port()
-    url = f"http://{prefect_server.HOST}:{port}"
-    console.print(f"Prefect server: {url} (for the time of this command; `openforge up` keeps one)")
-    process = prefect_server.start_server(home, port, owner)
+    started_here: list[subprocess.Popen[bytes]] = []
+
+    def start(port: int) -> subprocess.Popen[bytes]:
+        url = f"http://{prefect_server.HOST}:{port}"
+        console.print(f"Prefect server: {url} (for the time of this command; `openforge up` keeps one)")
+        started_here.append(prefect_server.start_server(home, port, owner))
+        return started_here[-1]
+
     try:
-        prefect_server.wait_healthy(home, process, url)
-        yield url
+        yield f"http://{prefect_server.HOST}:{prefect_server.bring_up(start, home)}"
         time.sleep(DRAIN_S)
     finally:
         with suppress(FileNotFoundError):
             prefect_server.server_file(home).unlink()
-        if process.poll() is None:
-            terminate.end({"pid": process.pid, "started": started(process.pid)})
-        process.wait(STOP_S)
+        for process in started_here:
+            if process.poll() is None:
+                terminate.end({"pid": process.pid, "started": started(process.pid)})
+            process.wait(STOP_S)
 
 
 def _running_server(home: Home) -> str:

@@ -12,10 +12,12 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from cli import terminate
 from rollout.config import CODE_ROOT, Home
@@ -25,6 +27,7 @@ from rollout.processes import alive, read_pid_file, started, write_pid_file
 HOST = "127.0.0.1"
 DEFAULT_PORT = 4200
 START_S = 180.0
+PORT_TRIES = 3
 HEARTBEAT_S = 30
 """Seconds between the heartbeats of a flow run: Prefect's smallest."""
 
@@ -82,12 +85,18 @@ def prefect(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "prefect", *arguments]
 
 
-def free_port(wanted: int = 0) -> int:
-    """`wanted`, or for 0 Prefect's usual port if nobody has it, else any free one. Raises ConfigError if taken."""
+def check_port(wanted: int) -> None:
+    """0 is any. Raises ConfigError for a number that is no port, and for a port that is taken."""
+    if not 0 <= wanted < 65536:
+        raise ConfigError(f"{wanted} is no port; choose --port between 1 and 65535, or leave it out")
     if wanted and not _is_free(wanted):
         raise ConfigError(f"port {wanted} is in use on {HOST}; choose another with --port, or leave it out")
-    if wanted or _is_free(DEFAULT_PORT):
-        return wanted or DEFAULT_PORT
+
+
+def free_port() -> int:
+    """Prefect's usual port if nobody has it, else any free one."""
+    if _is_free(DEFAULT_PORT):
+        return DEFAULT_PORT
     with socket.socket() as sock:
         sock.bind((HOST, 0))
         return int(sock.getsockname()[1])
@@ -101,6 +110,21 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+def bring_up(start: Callable[[int], subprocess.Popen[bytes]], home: Home, wanted: int = 0) -> int:
+    """Starts the server by `start(port)` and waits until it is healthy; returns the port.
+
+    Between the look at a free port and the server's bind another process may take it: then another port is tried,
+    unless `wanted` names one. Raises InfrastructureError.
+    """
+    for _ in range(PORT_TRIES):
+        port = wanted or free_port()
+        if wait_healthy(home, start(port), port):
+            return port
+        if wanted:
+            break
+    raise InfrastructureError(f"port {port} was taken by another process while the Prefect server started; try again")
 
 
 def start_server(home: Home, port: int, owner: str) -> subprocess.Popen[bytes]:
@@ -143,14 +167,29 @@ def is_healthy(home: Home, url: str) -> bool:
         return False
 
 
-def wait_healthy(home: Home, process: subprocess.Popen[bytes], url: str) -> None:
-    """Raises InfrastructureError that names the log when the server ends or does not answer in time."""
-    log = home.logs / "prefect-server.log"
+def wait_healthy(home: Home, process: subprocess.Popen[bytes], port: int) -> bool:
+    """Waits until this very process answers; False if it ended because another one has the port.
+
+    Raises InfrastructureError that names the log when it ends otherwise or does not answer in time.
+    """
+    log, url = home.logs / "prefect-server.log", f"http://{HOST}:{port}"
     end = time.monotonic() + START_S
     while time.monotonic() < end:
-        if is_healthy(home, url):
-            return
+        if process.poll() is not None and not _is_free(port):
+            return False
         if process.poll() is not None:
             raise InfrastructureError(f"the Prefect server ended at its start ({process.returncode}); see {log}")
+        if _listens(process.pid, port) and is_healthy(home, url):
+            return True
         time.sleep(0.3)
     raise InfrastructureError(f"the Prefect server did not answer within {START_S:.0f} s; see {log}")
+
+
+def _listens(pid: int, port: int) -> bool:
+    """Whether the process or one below it has the port: a server of another home may answer there too."""
+    try:
+        process = psutil.Process(pid)
+        family = [process, *process.children(recursive=True)]
+        return any(c.status == "LISTEN" and c.laddr.port == port for p in family for c in p.net_connections("tcp"))
+    except psutil.NoSuchProcess:
+        return False

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from cli import deploy, prefect_server, terminate
 from rollout.config import CODE_ROOT, Home
-from rollout.errors import InfrastructureError, OpenForgeError
+from rollout.errors import OpenForgeError
 from rollout.processes import find_serve, read_pid_file, serve_file, started, write_pid_file
 
 if TYPE_CHECKING:
@@ -64,12 +64,18 @@ class Child:
 @dataclass
 class Supervisor:
     home: Home
-    port: int
-    url: str
+    wanted: int
+    """Port of the Prefect server; 0 takes a free one."""
     say: Callable[[str], None]
+    port: int = 0
     stop: threading.Event = field(default_factory=threading.Event)
     children: dict[str, Child] = field(default_factory=dict)
     state: str = "starting"
+
+    @property
+    def url(self) -> str:
+        """Empty until the server has a port."""
+        return f"http://{prefect_server.HOST}:{self.port}" if self.port else ""
 
     def run(self) -> None:
         """Brings everything up, watches it until `stop` is set or a signal comes, and takes it down again."""
@@ -84,13 +90,9 @@ class Supervisor:
 
     def _bring_up(self) -> None:
         self._note()
-        self.say(f"Prefect server: {self.url}")
-        server = self._launch("server", self._start_server)
         self._launch("serve", self._start_serve)
-        if server is None:
-            raise InfrastructureError("the Prefect server could not be started")
+        prefect_server.bring_up(self._launch_server, self.home, self.wanted)
         with deploy.Profile(self.home, self.url) as profile:
-            prefect_server.wait_healthy(self.home, server, self.url)
             self._launch("worker", self._start_worker)
             self.say("worker: starting; deployments: being registered")
             deploy.wait_pool(self.home, self.url, POOL, WORKER_START_S)
@@ -100,6 +102,14 @@ class Supervisor:
         self.state = "ready"
         self._note()
         self.say(f"ready: {self.url}")
+
+    def _launch_server(self, port: int) -> subprocess.Popen[bytes]:
+        self.port = port
+        self.say(f"Prefect server: {self.url}")
+        child = self.children.setdefault("server", Child("server", self._start_server))
+        child.process = self._start_server()
+        self._note()
+        return child.process
 
     def _start_server(self) -> subprocess.Popen[bytes]:
         return prefect_server.start_server(self.home, self.port, "up")
@@ -125,11 +135,10 @@ class Supervisor:
                 env=prefect_server.environment(self.home, self.url),
             )
 
-    def _launch(self, name: str, start: Callable[[], subprocess.Popen[bytes] | None]) -> subprocess.Popen[bytes] | None:
+    def _launch(self, name: str, start: Callable[[], subprocess.Popen[bytes] | None]) -> None:
         child = self.children.setdefault(name, Child(name, start))
         child.process = start()
         self._note()
-        return child.process
 
     def _watch(self) -> None:
         """Starts again what ended, at most every `BACKOFF_S` x restarts seconds."""

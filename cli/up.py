@@ -37,6 +37,7 @@ def up(
     auth
         Protect Prefect's API and UI with a generated password.
     """
+    prefect_server.check_port(port)
     home = open_home()
     if running := supervise.find_up(home):
         console.print(f"already up: {running['url']} (openforge status shows more)")
@@ -47,12 +48,11 @@ def up(
         terminate.end(facts)
     if detach:
         return _detach(home, port, auth)
-    port = prefect_server.free_port(port)
     prefect_server.auth_file(home).unlink(missing_ok=True)
     if auth:
         prefect_server.write_auth(home)
         console.print(f"API user and password: {prefect_server.auth_file(home)} (mode 0600)")
-    supervise.Supervisor(home, port, f"http://{prefect_server.HOST}:{port}", console.print).run()
+    supervise.Supervisor(home, port, console.print).run()
     return 0
 
 
@@ -108,7 +108,7 @@ def _refuse_foreign_server(home: Home) -> None:
 
 
 def _detach(home: Home, port: int, auth: bool) -> int:
-    argv = [sys.executable, "-m", "cli.app", "up", "--port", str(prefect_server.free_port(port)), *(["--auth"] * auth)]
+    argv = [sys.executable, "-m", "cli.app", "up", "--port", str(port), *(["--auth"] * auth)]
     log = home.logs / "up.log"
     at = log.stat().st_size if log.exists() else 0
     with log.open("ab") as out:
