@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -44,6 +45,10 @@ def main(tokens: Sequence[str] | None = None) -> None:
         _fail(str(error), 2)
     except OpenForgeError as error:
         _fail(f"{type(error).__name__}: {error}", 1)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _fail(f"the disk is full ({error.filename or error}); free some space (`openforge gc`) and start again", 1)
     except KeyboardInterrupt:
         _fail("interrupted", 130)
 

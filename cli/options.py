@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from rollout.config import parse_set, validate
+from rollout.errors import ConfigError
 
 
 @Parameter(name="*")
@@ -30,6 +31,11 @@ class StageOptions:
         """The flow's parameters as JSON. Raises ConfigError for a preset that does not validate."""
         from tasks.params import StageParams
 
+        if self.model.startswith("scripted:"):
+            raise ConfigError(
+                f"--model {self.model}: a stage trains or measures a real model; "
+                "give a name of `openforge models list` or a folder (a scripted teacher: --set distill.teacher=...)"
+            )
         body = {"preset": self.preset, "overrides": parse_set(self.set), "run": self.run}
         body |= {"tasks": _absolute(self.tasks), "model": self.model}
         validate(StageParams, body, source="options").load()

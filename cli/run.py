@@ -104,12 +104,14 @@ class _Follow:
 def _model(store: Store, name: str, student: str) -> ModelRef:
     """The model's reference, with an engine serving it; a scripted one speaks with the student's tokens."""
     from rollout.inference.launch import ensure_engine
+    from rollout.inference.scripted import read_scripted
     from rollout.types import ModelRef
     from training.models import resolve_model
 
     if name == ORACLE:
         return ModelRef(name=f"{name}?student={resolve_model(store.home, student).name}")
     if name.startswith(SCRIPTED):
+        read_scripted(name)
         return ModelRef(name=name)
     console.print(f"engine for {name}")
     ensure_engine(store, name, str(model_folder(store.home, name)))

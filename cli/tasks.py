@@ -72,6 +72,7 @@ def validate(folder: str, /) -> int:
         A task bundle's folder, or a folder of them.
     """
     from rollout.bundle import load_task
+    from rollout.harness import make_harness
 
     root = Path(folder)
     if not root.is_dir():
@@ -83,6 +84,7 @@ def validate(folder: str, /) -> int:
     for bundle in bundles:
         try:
             spec = load_task(bundle)
+            make_harness(spec.harness)
             console.print(f"ok     {spec.id}")
         except ConfigError as error:
             wrong += 1

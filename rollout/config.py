@@ -129,7 +129,7 @@ def _check_version(file: Path) -> None:
 
 def preset_path(name: str) -> Path:
     """A preset's file: a path that exists, or `configs/<name>.toml`."""
-    if name.endswith(".toml") and Path(name).exists():
+    if (name.endswith(".toml") and Path(name).exists()) or ("/" in name and Path(name).is_dir()):
         return Path(name)
     path = CODE_ROOT / "configs" / f"{name}.toml"
     if not path.exists():
@@ -142,17 +142,19 @@ def load_preset(model: type[M], name: str, overrides: Mapping[str, Any] | None =
     """The preset `name` as `model`; `overrides` maps dotted keys to values (strings are read as TOML values)."""
     path = preset_path(name)
     try:
-        data = tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read as a preset ({error.strerror}); give a TOML file") from error
     for key, value in (overrides or {}).items():
         _assign(data, key, value)
     return validate(model, data, source=f"preset {name!r}")
 
 
 def validate(model: type[M], data: Mapping[str, Any], *, source: str) -> M:
-    for key, near in _unknown(model, data):
-        raise ConfigError(f"{source}: unknown key {key!r}{near}")
+    for key in _unknown(model, data):
+        raise ConfigError(f"{source}: unknown key {key!r}{_nearest_key(key, [*_keys(model)])}")
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -183,18 +185,39 @@ def _assign(data: dict[str, Any], key: str, value: Any) -> None:
     data[last] = value
 
 
-def _unknown(model: type[BaseModel], data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def _unknown(model: type[BaseModel], data: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for key, value in data.items():
-        field = model.model_fields.get(key)
-        if field is None:
-            yield prefix + key, _nearest(key, [*model.model_fields], prefix)
-            continue
-        inner = [a for a in (field.annotation, *get_args(field.annotation)) if isinstance(a, type)]
-        nested = next((a for a in inner if issubclass(a, BaseModel)), None)
-        if nested is not None and isinstance(value, Mapping):
+        if key not in model.model_fields:
+            yield ".".join([prefix + key, *(list(value)[:1] if isinstance(value, Mapping) else [])])
+        elif (nested := _section(model, key)) is not None and isinstance(value, Mapping):
             yield from _unknown(nested, value, f"{prefix}{key}.")
 
 
-def _nearest(key: str, known: Sequence[str], prefix: str = "") -> str:
+def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Dotted names of every key, sections included."""
+    for key in model.model_fields:
+        yield prefix + key
+        if (nested := _section(model, key)) is not None:
+            yield from _keys(nested, f"{prefix}{key}.")
+
+
+def _section(model: type[BaseModel], key: str) -> type[BaseModel] | None:
+    annotation = model.model_fields[key].annotation
+    inner = [a for a in (annotation, *get_args(annotation)) if isinstance(a, type)]
+    return next((a for a in inner if issubclass(a, BaseModel)), None)
+
+
+def _nearest_key(key: str, known: Sequence[str]) -> str:
+    """A key of the same section that is spelt alike, else one of that very name elsewhere, else the nearest of all."""
+    section, _, last = key.rpartition(".")
+    beside = [k for k in known if k.rpartition(".")[0] == section]
+    elsewhere = [k for k in known if k.rpartition(".")[2] == last]
+    for candidates in (difflib.get_close_matches(key, beside, 1, 0.75), elsewhere):
+        if candidates:
+            return f" (did you mean {candidates[0]!r}?)"
+    return _nearest(key, beside) or _nearest(key, known)
+
+
+def _nearest(key: str, known: Sequence[str]) -> str:
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
-    return f" (did you mean {prefix + close[0]!r}?)" if close else ""
+    return f" (did you mean {close[0]!r}?)" if close else ""

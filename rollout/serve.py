@@ -69,6 +69,8 @@ def _listener(path: Path) -> socket.socket:
 
 
 def _tcp(port: int) -> socket.socket:
+    if not 0 <= port < 65536:
+        raise ConfigError(f"{port} is no port; choose --port between 1 and 65535, or 0 for a free one")
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -158,7 +160,8 @@ def main(home: Home, *, port: int = 0, concurrency: int = 0, idle_exit: float = 
     """
     slots = concurrency_of(concurrency)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
+    for noisy in ("aiohttp.access", "alembic"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
     with (home.run / "serve.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

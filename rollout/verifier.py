@@ -39,7 +39,7 @@ async def verify(
         raise VerifierError(f"{task.id}: only paths below /workspace are carried to the verifier")
     spec = SandboxSpec(
         id=sandbox_id,
-        resources=_room(task.resources),
+        resources=_room(task.resources, len(services)),
         files={**_tests(task), "/logs/artifacts/services.json": services},
         needs_image=task.needs_image,
         state=state,
@@ -62,9 +62,9 @@ async def verify(
     )
 
 
-def _room(resources: Resources) -> Resources:
-    """Twice the disk: a workspace that the agent filled up must not stop the verifier."""
-    return resources.model_copy(update={"disk_mb": 2 * resources.disk_mb + 16})
+def _room(resources: Resources, services: int) -> Resources:
+    """Twice the disk and the services' bytes: what the agent filled up must not stop the verifier."""
+    return resources.model_copy(update={"disk_mb": 2 * resources.disk_mb + 16 + services // 2**20 + 1})
 
 
 def _tests(task: TaskSpec) -> dict[str, bytes]:

@@ -1,4 +1,4 @@
-"""Which tests share a worker process: those of one file, and all of `flows/`, which share one `openforge up`."""
+"""Which tests share a worker process: those of one file, and the files of `flows/` that share one `openforge up`."""
 
 from __future__ import annotations
 
@@ -13,4 +13,5 @@ ROOT = Path(__file__).parent
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         path = item.path.relative_to(ROOT)
-        item.add_marker(pytest.mark.xdist_group("flows" if path.parts[0] == "flows" else str(path)))
+        shared = path.parts[0] == "flows" and path.name != "test_flows_kill.py"
+        item.add_marker(pytest.mark.xdist_group("flows" if shared else str(path)))

@@ -192,6 +192,7 @@ def check_folder(folder: Path) -> None:
         )
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"{folder} has no *.safetensors; save the model with save_pretrained (safetensors) first")
+    _check_weights(folder)
     if not (folder / "tokenizer.json").exists():
         raise ConfigError(f"{folder} has no tokenizer.json; save a fast tokenizer beside the weights")
     if chat_template(folder) is None:
@@ -199,6 +200,36 @@ def check_folder(folder: Path) -> None:
             f"{folder} has no chat template; put chat_template.jinja beside the tokenizer "
             "(a base model without one cannot hold a conversation)"
         )
+
+
+def _check_weights(folder: Path) -> None:
+    """Every shard is there and as long as its header says: a download or a save may have been cut off."""
+    index = folder / "model.safetensors.index.json"
+    try:
+        named = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else set()
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{index} is not readable ({error!r}); save or download the model again") from error
+    if missing := sorted(name for name in named if not (folder / name).is_file()):
+        raise ConfigError(f"{folder} lacks {', '.join(missing)}, which {index.name} names; download the model again")
+    for file in sorted(folder.glob("*.safetensors")):
+        if problem := _weights_problem(file):
+            raise ConfigError(f"{file} is half-written ({problem}); save or download the model again")
+
+
+def _weights_problem(file: Path) -> str:
+    """Empty for a whole file. Layout: 8 bytes of header length, JSON header, data (safetensors' format page)."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if not 2 <= length <= size - 8:
+            return f"its header of {length} bytes does not fit into {size}"
+        try:
+            header = json.loads(stream.read(length))
+            ends = [row["data_offsets"][1] for name, row in header.items() if name != "__metadata__"]
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            return f"its header cannot be read: {error!r}"
+    wanted = 8 + length + max(ends, default=0)
+    return "" if size == wanted else f"{size} bytes instead of {wanted}"
 
 
 def chat_template(folder: Path) -> str | None:
@@ -228,9 +259,15 @@ def digest_folder(folder: Path) -> str:
 def renderer_of(folder: Path) -> RendererName:
     """`qwen3` where it gives the very ids of the folder's own chat template on all `PROBES`, else `default`.
 
-    Raises ConfigError for a tokenizer that cannot be used.
+    Raises ConfigError for a tokenizer or a chat template that cannot be used.
     """
     own = load_codec(folder, "default")
+    try:
+        own.render(*PROBES[0])
+    except Refused as error:
+        raise ConfigError(
+            f"the chat template of {folder} cannot render a user's message ({error}); correct chat_template.jinja"
+        ) from error
     try:
         fast = load_codec(folder, "qwen3")
         alike = all(fast.render(*probe) == own.render(*probe) for probe in PROBES)

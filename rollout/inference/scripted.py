@@ -57,6 +57,10 @@ def is_scripted(model: str) -> bool:
 
 def read_scripted(model: str) -> Scripted:
     """Reads `scripted:oracle?student=NAME&lazy=P&wrong=P`. Raises ConfigError."""
+    if not is_scripted(model):
+        raise ConfigError(
+            f"no scripted model {model!r}; there is {PREFIX}, which plays each bundle's solution/plan.json"
+        )
     values = dict(parse_qsl(model.partition("?")[2], keep_blank_values=True))
     unknown = sorted(set(values) - {"student", "lazy", "wrong"})
     if unknown:

@@ -7,6 +7,7 @@ rollout that is not open does.
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 from collections.abc import Iterable, Mapping
@@ -19,6 +20,8 @@ from rollout.services.catalog import find_tool, service_named
 from rollout.types import Record
 
 CALLS_MAX = 1000
+BYTES_MAX = 4 * 2**20
+"""Bytes of arguments and results that one rollout's log holds; states grow by arguments alone."""
 
 
 class AuditEntry(Record):
@@ -59,6 +62,8 @@ class _Session:
     faults: Faults
     tools: frozenset[str]
     audit: list[AuditEntry] = field(default_factory=list)
+    size: int = 0
+    """Bytes of arguments and results in `audit`."""
 
 
 class ServiceHost:
@@ -118,23 +123,31 @@ def _call(session: _Session, service: str, name: str, arguments: Any) -> ToolRes
     seq = len(session.audit)
     if seq >= CALLS_MAX:
         return _refuse(429, "too_many_calls", f"a rollout has {CALLS_MAX} tool calls")
+    given = plain_json(arguments)
+    if session.size + _size(given) > BYTES_MAX:
+        return _refuse(413, "too_large", f"the tool calls of a rollout have {BYTES_MAX} bytes in all")
     fault = session.faults.at(seq, service)
     if fault is not None:
         result = fault
     else:
         session.states[service], result = service_named(service).call(session.states[service], tool, arguments)
+    session.size += _size(given) + _size(result.body)
     session.audit.append(
         AuditEntry(
             seq=seq,
             service=service,
             tool=name,
             label=tool.label,
-            arguments=plain_json(arguments),
+            arguments=given,
             status=result.status,
             result=result.body,
         )
     )
     return result
+
+
+def _size(value: Any) -> int:
+    return len(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
 
 
 def _refuse(status: int, code: str, message: str) -> ToolResult:

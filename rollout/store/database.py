@@ -21,6 +21,13 @@ from rollout.errors import NewerHomeError, StoreError
 
 T = TypeVar("T")
 GROUP = 256
+_MENDS = {
+    "not a database": "the file is damaged: move it away, or restore it from a copy",
+    "malformed": "the file is damaged: move it away, or restore it from a copy",
+    "is full": "free some disk space (`openforge gc`) and start again: what was committed is kept",
+    "unable to open": "OPENFORGE_HOME must be a folder that you may write to",
+    "readonly": "OPENFORGE_HOME must be a folder that you may write to",
+}
 _STOP = object()
 
 
@@ -42,6 +49,14 @@ def connect(url: str, synchronous: str = "NORMAL") -> Engine:
         connection.exec_driver_sql("BEGIN IMMEDIATE" if immediate else "BEGIN")
 
     return engine
+
+
+def told(engine: Engine, error: Exception) -> StoreError:
+    """A database's error in one line, with what to do where that is known."""
+    said = str(getattr(error, "orig", None) or error).splitlines()[0]
+    name = engine.url.database if engine.url.get_backend_name() == "sqlite" else str(engine.url)
+    mend = next((text for words, text in _MENDS.items() if words in said), "")
+    return StoreError(f"the store {name} failed: {said}{mend and '; ' + mend}")
 
 
 class Database:
@@ -67,12 +82,16 @@ class Database:
         except NewerHomeError:
             raise
         except sa.exc.SQLAlchemyError as error:
-            raise StoreError(f"the store {self.engine.url!s} cannot be opened: {error}") from error
+            self.engine.dispose()
+            raise told(self.engine, error) from error
 
     def read(self, query: Callable[[Connection], T]) -> T:
-        """Runs `query` on a connection of its own, in one snapshot."""
-        with self.engine.connect() as connection:
-            return query(connection)
+        """Runs `query` on a connection of its own, in one snapshot. Raises StoreError."""
+        try:
+            with self.engine.connect() as connection:
+                return query(connection)
+        except (sa.exc.OperationalError, sa.exc.DatabaseError) as error:
+            raise told(self.engine, error) from error
 
     def submit(self, change: Callable[[Connection], T]) -> Future[T]:
         """Queues `change`; the future resolves after its transaction has been committed.
@@ -125,7 +144,7 @@ class Database:
         except Exception as error:
             for _, future in batch:
                 if not future.done():
-                    future.set_exception(StoreError(f"the commit failed: {error}"))
+                    future.set_exception(told(self.engine, error))
             return
         for future, value in done:
             future.set_result(value)

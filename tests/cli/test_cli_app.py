@@ -120,6 +120,53 @@ def test_two_demos_in_one_home(tmp_path: Path) -> None:
         holder.stdout.close()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("up", "--port", "99999"), "no port"),
+        (("serve", "--port", "70000"), "no port"),
+        (("synth", "--preset", "/tmp"), "/tmp"),
+        (("sft", "--model", "scripted:bogus"), "real model"),
+    ],
+    ids=" ".join,
+)
+def test_what_cannot_be_used_is_said(tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:
+    assert says in refused(openforge(tmp_path, *arguments))
+
+
+def test_a_damaged_store_is_named(tmp_path: Path) -> None:
+    assert openforge(tmp_path, "rollouts", "list").returncode == 0
+    for file in tmp_path.glob("rollouts.db*"):
+        file.write_bytes(b"garbage" * 2000)
+    done = openforge(tmp_path, "rollouts", "list")
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False)
+    assert len(done.stderr.splitlines()) == 1
+    assert "rollouts.db" in done.stderr
+    assert "damaged" in done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "full").symlink_to("/dev/full")
+    code = "import cli.app; cli.app.app = lambda _: open(sys.argv[1], 'w', buffering=1).write('x\\n'); cli.app.main()"
+    argv = [sys.executable, "-c", f"import sys; {code}", "/dev/full"]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "the disk is full" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_task_for_an_unknown_harness_is_not_valid(tmp_path: Path) -> None:
+    bundle = tmp_path / "set" / "one"
+    (bundle / "tests").mkdir(parents=True)
+    (bundle / "tests" / "test.sh").write_text("echo 1 > /logs/verifier/reward.txt\n")
+    (bundle / "instruction.md").write_text("Do nothing.\n")
+    (bundle / "task.toml").write_text('[task]\nname = "a/one"\n[metadata.openforge]\nharness = "kodex"\n')
+    done = openforge(tmp_path / "home", "tasks", "validate", str(tmp_path / "set"))
+    assert "1 of 1" in refused(done)
+    assert "no harness 'kodex'" in done.stdout
+
+
 def test_tasks_validate_counts_the_wrong_ones(tmp_path: Path) -> None:
     (tmp_path / "set" / "broken").mkdir(parents=True)
     (tmp_path / "set" / "broken" / "task.toml").write_text("not = [toml")

@@ -68,7 +68,8 @@ def test_overrides_reach_nested_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "hint"), [("rl.grup", "rl.group"), ("nam", "name"), ("rl.learning", None), ("evaluate.k", None)]
+    ("key", "hint"),
+    [("rl.grup", "rl.group"), ("nam", "name"), ("lr", "rl.lr"), ("model.group", "rl.group"), ("rl.learning", None)],
 )
 def test_unknown_key_names_the_nearest(tmp_path: Path, key: str, hint: str | None) -> None:
     file = tmp_path / "p.toml"
@@ -76,6 +77,14 @@ def test_unknown_key_names_the_nearest(tmp_path: Path, key: str, hint: str | Non
     with pytest.raises(ConfigError, match="unknown key") as caught:
         load_preset(Preset, str(file), {key: "1"})
     assert hint is None or f"did you mean {hint!r}" in str(caught.value)
+
+
+def test_what_is_no_preset_file_is_said(tmp_path: Path) -> None:
+    binary = tmp_path / "p.toml"
+    binary.write_bytes(b"\xff\xfe\x00[rl]")
+    for name in (str(binary), str(tmp_path)):
+        with pytest.raises(ConfigError, match=str(tmp_path)):
+            load_preset(Preset, name)
 
 
 def test_bad_value_says_what_came() -> None:

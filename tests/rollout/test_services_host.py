@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rollout.errors import ConfigError, InfrastructureError
 from rollout.services import ServiceHost, catalog, find_tool
 from rollout.services.catalog import SERVICES
-from rollout.services.host import CALLS_MAX
+from rollout.services.host import BYTES_MAX, CALLS_MAX
 
 SEEDS: dict[str, Any] = {
     "helpdesk": {
@@ -220,3 +220,15 @@ def test_the_catalogue_is_typed_and_its_names_unique() -> None:
         catalog(["mail"], ["get_ticket"])
     with pytest.raises(ConfigError, match="no service"):
         catalog(["fax"])
+
+
+def test_the_final_state_stays_small_whatever_is_sent() -> None:
+    """A verifier that cannot hold services.json would drop a rollout that the policy spoilt."""
+    host = ServiceHost()
+    host.open("r", SEEDS)
+    mail = {"to": "a@b.c", "subject": "y", "body": "ü" * 1_500}
+    junk = {"to": "a@b.c", "subject": "y", "body": "ü" * 30_000}
+    answers = [host.call("r", "mail", "send_mail", (mail, junk)[i % 2]).status for i in range(CALLS_MAX)]
+    assert answers[-1] == 413
+    assert set(answers) == {200, 400, 413}
+    assert len(json.dumps(host.final("r"), ensure_ascii=False).encode()) < 2 * BYTES_MAX

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,51 @@ def test_an_incomplete_folder_is_refused_and_leaves_nothing(
     source = tmp_path / "source"
     shutil.copytree(tiny_model.path, source)
     (source / gone).unlink()
+    home = open_home(tmp_path / "home")
+    with pytest.raises(ConfigError, match=says):
+        add_model(home, str(source), "m")
+    assert list_models(home) == []
+    assert [p.name for p in home.models.iterdir() if p.is_dir()] == []
+
+
+def _cut(source: Path) -> None:
+    file = source / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _no_header(source: Path) -> None:
+    (source / "model.safetensors").write_bytes(b"\0" * 64)
+
+
+def _shard_gone(source: Path) -> None:
+    index = {"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _template_with(text: str) -> Callable[[Path], None]:
+    def write(source: Path) -> None:
+        (source / "chat_template.jinja").write_text(text)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (_cut, "half-written"),
+        (_no_header, "half-written"),
+        (_shard_gone, "lacks model-00002"),
+        (_template_with("{% for m in messages %}{{ m.content }}"), "cannot render"),
+        (_template_with("{{ raise_exception('no') }}"), "cannot render"),
+        (_template_with("{{ messages[0].content.nothing.at.all }}"), "cannot render"),
+    ],
+)
+def test_a_damaged_folder_is_refused_and_leaves_nothing(
+    tmp_path: Path, tiny_model: ModelEntry, damage: Callable[[Path], None], says: str
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(tiny_model.path, source)
+    damage(source)
     home = open_home(tmp_path / "home")
     with pytest.raises(ConfigError, match=says):
         add_model(home, str(source), "m")
