@@ -39,7 +39,7 @@ demo: setup
 	@$(BIN)/openforge demo $(if $(PRESET),--preset $(PRESET))
 
 test: setup
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not ($(NIGHTLY))" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) -m "not ($(NIGHTLY))" $(PYTEST_ARGS)
 
 check: setup
 	@$(BIN)/ruff check .
