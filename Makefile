@@ -1,7 +1,7 @@
 # openforge-rl: `make demo` and `make test` need nothing done before.
 #   TORCH_INDEX=URL   where pip finds torch (PyTorch's own CPU or CUDA index); empty: pip's default
 #                     `make vllm-env` needs PyTorch's CPU build: https://download.pytorch.org/whl/cpu
-#   WORKERS=n         processes of `make test` (default 3; most tests wait for other processes)
+#   WORKERS=n         processes of `make test` (default 2; most tests wait for other processes)
 #   PRESET=name       size of `make demo` (default: `demo`, or `small` where the processor has no bf16 units)
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -13,7 +13,7 @@ VLLM_STAMP := $(VLLM)/.openforge-setup
 TORCH_INDEX ?=
 PRESET ?=
 PYTEST_ARGS ?=
-WORKERS ?= 3
+WORKERS ?= 2
 NIGHTLY := vllm or conformance or chaos or attacks
 
 .PHONY: setup vllm-env demo test check up bench clean

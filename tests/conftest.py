@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from xdist.remote import Producer
     from xdist.scheduler import LoadScopeScheduling
 
-LONGEST = ("tests/flows/test_flows_kill.py", "flows", "tests/rollout/test_harness_real.py")
+LONGEST = ("flows", "tests/rollout/test_harness_real.py")
 
 
 def group(nodeid: str) -> str:
     file = nodeid.partition("::")[0]
-    return "flows" if file.startswith("tests/flows/") and file != LONGEST[0] else file
+    return "flows" if file.startswith("tests/flows/") else file
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

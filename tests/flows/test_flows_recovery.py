@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.kill,
     pytest.mark.sandbox,
     pytest.mark.model,
-    pytest.mark.timeout(420),
+    pytest.mark.timeout(600),
 ]
 
 
@@ -64,7 +64,7 @@ def kill_worker(up: Up, *also: int) -> None:
     for pid in (worker, *also):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    up.until(lambda: up.facts("up")["children"].get("worker", {}).get("pid") not in (None, worker), 60)
+    up.until(lambda: up.facts("up")["children"].get("worker", {}).get("pid") not in (None, worker), 120)
 
 
 def test_bug_74_79_a_killed_flow_is_marked_crashed_and_a_new_run_goes_on(up: Up) -> None:
@@ -90,7 +90,7 @@ def test_bug_76_nothing_trains_on_below_a_killed_worker_and_the_next_one_goes_on
     training = up.until(lambda: [c for c in _children(flow_processes(up)) if "training.sft_process" in _line(c)], 180)
     own = [*flow_processes(up), *training]
     kill_worker(up)
-    up.until(lambda: not any(p.is_running() for p in own), 10)
+    up.until(lambda: not any(p.is_running() for p in own), 60)
     assert up.ended(up.start("sft/claw", body), 300) == "COMPLETED"
     assert len(up.sql("rollouts.db", "select 1 from records where kind = 'StageRecord' and run = 'trained-sft'")) == 1
     assert up.damage() == []
@@ -102,7 +102,7 @@ def test_bug_76_a_cancelled_flow_leaves_nothing_of_its_own_and_serve_goes_on(up:
     serve = up.facts("serve")["pid"]
     assert up.prefect("flow-run", "cancel", running).returncode == 0
     assert up.ended(running, 90) == "CANCELLED"
-    up.until(lambda: not any(p.is_running() for p in own), 30)
+    up.until(lambda: not any(p.is_running() for p in own), 60)
     assert not [c for c in _children([psutil.Process(os.getpid())]) if "training." in _line(c)]
     assert up.facts("serve")["pid"] == serve
     assert psutil.pid_exists(serve)
@@ -115,13 +115,13 @@ def test_bug_78_79_killed_serve_and_server_are_started_again_and_a_run_completes
     facts = up.facts("up")["children"]
     for name in ("serve", "server"):
         os.kill(facts[name]["pid"], signal.SIGKILL)
-    up.until(lambda: {n: up.facts("up")["children"].get(n, {}).get("pid") for n in ("serve", "server")}, 10)
+    up.until(lambda: {n: up.facts("up")["children"].get(n, {}).get("pid") for n in ("serve", "server")}, 60)
 
     def back() -> bool:
         now = up.facts("up")["children"]
         return all(now.get(n, {}).get("pid") not in (None, facts[n]["pid"]) for n in ("serve", "server"))
 
-    up.until(back, 60)
+    up.until(back, 120)
     up.until(lambda: "healthy" in up.openforge("status").stdout, 120)
     assert up.ended(up.start("propose/claw"), 240) == "COMPLETED"
 
