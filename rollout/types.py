@@ -321,6 +321,10 @@ class EngineRecord(Record):
     exclusive: str = ""
     """Run that leases it for training; no other run is routed to it."""
     lease_until: float = 0.0
+    replica: int = Field(0, ge=0)
+    """Several engines may serve the same weights; each rollout keeps to one of them."""
+    backend: Literal["embedded", "vllm"] = "embedded"
+    """How it is started again when it died."""
 
 
 class StageRecord(Record):

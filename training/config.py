@@ -183,7 +183,11 @@ class RlConfig(Section):
     collapse_bound: float = Field(0.15, gt=0, le=1)
     """Training stops when validation falls more than this below its best."""
     parity_bound: float = Field(0.25, gt=0)
-    """Largest mean difference, in nats a token, between the engine's and the trainer's log-probabilities."""
+    """Largest mean difference, in nats a token, between the engine's and the trainer's log-probabilities in a step."""
+    parity_mean: float = Field(0.05, gt=0)
+    """The same before the first step, over 512 tokens sampled for fixed prompts; beyond it nothing is trained."""
+    parity_max: float = Field(2.0, gt=0)
+    """Largest difference of a single one of those tokens, in nats."""
     checkpoint_every: int = Field(4, ge=1)
     """Steps between saves of the whole trainer; later steps are replayed from their recorded rollouts."""
     seed: int = 0

@@ -6,7 +6,9 @@ both. The parent ends the engine when the run is over, however it ended.
 
 from __future__ import annotations
 
+import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,9 +18,14 @@ from rollout.bundle import load_tasks
 from rollout.client import RolloutClient
 from rollout.config import open_home
 from rollout.errors import ConfigError
+from rollout.inference.base import Engine
 from rollout.inference.launch import ensure_engine
+from rollout.inference.vllm import EngineAddress, VllmEngine
+from rollout.proxy.codecs import load_codec
+from rollout.proxy.messages import Message
 from rollout.store import Store, open_store
 from rollout.types import ModelRef, Split, TaskSpec
+from training import parity
 from training.checkpoint import whole_folder
 from training.child import Events, child_main
 from training.models import ENTRY, write_entry
@@ -27,15 +34,25 @@ from training.rl_loop import Curriculum, Parts, RlLoop
 from training.rl_state import LoopState, RunFolder
 from training.trainer.reference import ReferenceTrainer
 
+log = logging.getLogger(__name__)
+
 
 class LeasedEngine:
-    """The run's exclusive engine: found and brought to the wanted weights, or started on them."""
+    """The run's exclusive engine: found and brought to the wanted weights, or started on them.
 
-    def __init__(self, store: Store, model: ModelRef, run: str) -> None:
+    The first time it is compared with the trainer, which holds the same weights then.
+    """
+
+    def __init__(self, store: Store, model: ModelRef, run: str, compare: Callable[[Engine], None]) -> None:
         self._store, self._model, self._run = store, model, run
+        self._compare: Callable[[Engine], None] | None = compare
 
     def ensure(self, path: Path, version: int) -> None:
-        ensure_engine(self._store, self._model.name, path, version=version, exclusive=self._run)
+        record = ensure_engine(self._store, self._model.name, path, version=version, exclusive=self._run)
+        if self._compare is not None:
+            address = EngineAddress(record.url, record.version)
+            self._compare(VllmEngine(lambda *_, **__: address))
+            self._compare = None
 
 
 def curriculum(spec: RlSpec) -> Curriculum:
@@ -76,14 +93,26 @@ def train(spec: RlSpec, events: Events) -> None:
     if spec.config.trainer.threads:
         torch.set_num_threads(spec.config.trainer.threads)
     transformers.utils.logging.disable_progress_bar()
-    lessons = curriculum(spec)
+    lessons, config = curriculum(spec), spec.config
     store = open_store(open_home(spec.home))
+    trainer = ReferenceTrainer(lessons.path, config.trainer, temperature=config.temperature)
+    codec = load_codec(lessons.path, spec.policy.renderer)
+
+    def compare(engine: Engine) -> None:
+        events.progress("parity of engine and trainer", 0, 1)
+        prompts = [codec.render([Message("user", text)], ()) for text in parity.PROMPTS]
+        found = parity.measure(engine, trainer, prompts, codec.stop_ids, config.temperature)
+        log.info(
+            "engine and trainer: %d tokens, %.4f nats apart, %.4f at most", found.tokens, found.mean, found.largest
+        )
+        parity.check(found, config.parity_mean, config.parity_max)
+
     try:
         parts = Parts(
             store=store,
             client=RolloutClient(store),
-            trainer=ReferenceTrainer(lessons.path, spec.config.trainer, temperature=spec.config.temperature),
-            engine=LeasedEngine(store, lessons.model, spec.run),
+            trainer=trainer,
+            engine=LeasedEngine(store, lessons.model, spec.run, compare),
             folder=RunFolder(Path(spec.work), spec.run, spec.policy.renderer),
             progress=events.progress,
         )

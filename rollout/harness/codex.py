@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 
 from rollout.config import Home
+from rollout.errors import PolicyEnd
 from rollout.harness.base import CallFacts, Endpoint, Launch, StopStyle, Tagged, ToolRoute
 from rollout.harness.exposure import ENDPOINT, SERVER, Exposure, by_mcp, by_skill
 from rollout.harness.install import Recipe, require
@@ -63,7 +64,10 @@ class CodexHarness:
         settle(completed, end_reason)
         if completed.returncode != 0:
             said = [event.get("error") for event in objects(completed.stdout) if event.get("type") == "turn.failed"]
-            raise failed(self.name, completed, said[-1].get("message", "") if said and said[-1] else "")
+            message = said[-1].get("message", "") if said and said[-1] else ""
+            if message.endswith("reason: max_output_tokens"):  # an answer that was cut: the model's doing
+                raise PolicyEnd("answer_cap")
+            raise failed(self.name, completed, message)
 
     @staticmethod
     def tag(call: CallFacts) -> Tagged:

@@ -14,7 +14,6 @@ import os
 import re
 import secrets
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -27,6 +26,8 @@ from filelock import FileLock, Timeout
 
 from rollout.config import CODE_ROOT, Home
 from rollout.errors import EngineError
+from rollout.inference import backends
+from rollout.inference.backends import Backend
 from rollout.inference.vllm import EngineAddress, VllmEngine
 from rollout.processes import alive, read_pid_file, started, write_pid_file
 from rollout.store import Store
@@ -53,7 +54,10 @@ class EngineOptions:
     """Deadline for the start, seconds."""
     progress: Callable[[str, int, int], None] | None = None
     """Called with (label, seconds so far, start_s) while an engine starts."""
-    program: tuple[str, ...] = (sys.executable, "-m", "training.serve")
+    backend: Backend | None = None
+    """None: as the engine of this id was started before, else $OPENFORGE_ENGINE, else embedded."""
+    program: tuple[str, ...] = ()
+    """Command in the place of the backend's own."""
 
 
 def ensure_engine(
@@ -63,6 +67,7 @@ def ensure_engine(
     *,
     version: int = 0,
     exclusive: str = "",
+    replica: int = 0,
     lease_s: float = LEASE_S,
     options: EngineOptions | None = None,
 ) -> EngineRecord:
@@ -73,7 +78,8 @@ def ensure_engine(
     EngineError when it does not come up; the message ends with the tail of its log.
     """
     wanted = EngineRecord(
-        id=engine_name(model, exclusive),
+        id=engine_name(model, exclusive, replica),
+        replica=replica,
         model=model,
         path=str(path),
         url="",
@@ -140,7 +146,7 @@ def update_engine(store: Store, record: EngineRecord, path: str | Path, version:
     address = EngineAddress(record.url, record.version, read_key(store.home, record.id))
 
     async def update() -> None:
-        engine = VllmEngine(lambda *, fresh=False: address)
+        engine = VllmEngine(lambda *_, **__: address)
         try:
             await engine.update(str(path), version)
         finally:
@@ -160,10 +166,11 @@ def healthy(url: str, timeout_s: float = HEALTH_S) -> bool:
         return False
 
 
-def engine_name(model: str, exclusive: str = "") -> str:
+def engine_name(model: str, exclusive: str = "", replica: int = 0) -> str:
     """Id of the engine that serves `model` (to the run `exclusive` alone, if it is set)."""
+    more = f"-r{replica}" if replica else ""
     label = re.sub(r"[^a-zA-Z0-9]+", "-", Path(model).name).strip("-").lower()[:40] or "model"
-    return f"{label}-{hashlib.sha256(f'{model}|{exclusive}'.encode()).hexdigest()[:8]}"
+    return f"{label}-{hashlib.sha256(f'{model}|{exclusive}'.encode()).hexdigest()[:8]}{more}"
 
 
 def read_key(home: Home, engine_id: str) -> str:
@@ -218,7 +225,8 @@ def _serving(store: Store, wanted: EngineRecord, options: EngineOptions) -> Engi
             return update_engine(store, found, wanted.path, wanted.version)
     if found:
         _drop(store, found)
-    return _start(store.home, wanted, options)
+    backend = options.backend or (found.backend if found else backends.default_backend())
+    return _start(store.home, wanted.model_copy(update={"backend": backend}), options)
 
 
 def _starting_file(home: Home, engine_id: str) -> Path:
@@ -267,7 +275,7 @@ def _start(home: Home, wanted: EngineRecord, options: EngineOptions) -> EngineRe
     log = home.logs / f"engine-{wanted.id}.log"
     with log.open("ab") as out:
         process = subprocess.Popen(
-            [*options.program, *arguments],
+            [*(options.program or backends.program(wanted.backend)), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,

@@ -6,8 +6,9 @@ whatever port, is found by calls that wait for it.
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 from rollout.inference.base import Engine
@@ -49,7 +50,11 @@ class EngineRouter:
 
 
 class Route:
-    """The address of the engine that serves `model` to `run` now, or None; looked up at most once a second."""
+    """The address of an engine that serves `model` to `run` now, or None; looked up at most once a second.
+
+    Of several replicas each rollout has its own, whose cache then holds the rollout's prefix; when that one cannot be
+    reached, its rollouts go to the others and the rest stay where they are (rendezvous hashing).
+    """
 
     def __init__(
         self,
@@ -60,19 +65,25 @@ class Route:
         exclusive_only: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._look = partial(store.engines.route, model, run, exclusive_only=exclusive_only)
+        self._look = partial(store.engines.routes, model, run, exclusive_only=exclusive_only)
         self._home = store.home
         self._clock = clock
-        self._found: EngineAddress | None = None
+        self._found: list[tuple[str, EngineAddress]] = []
         self._read_at = float("-inf")
 
-    def __call__(self, *, fresh: bool = False) -> EngineAddress | None:
+    def __call__(
+        self, rollout_id: str = "", *, fresh: bool = False, avoid: Collection[str] = ()
+    ) -> EngineAddress | None:
         now = self._clock()
-        if fresh or self._found is None or now - self._read_at > FRESH_S:
-            record = self._look()
-            self._found = self._address(record) if record else None
+        if fresh or not self._found or now - self._read_at > FRESH_S:
+            self._found = [(record.id, self._address(record)) for record in self._look()]
             self._read_at = now
-        return self._found
+        usable = [pair for pair in self._found if pair[1].url not in avoid] or self._found
+        return max(usable, key=lambda pair: _weight(rollout_id, pair[0]), default=("", None))[1]
 
     def _address(self, record: EngineRecord) -> EngineAddress:
         return EngineAddress(record.url, record.version, read_key(self._home, record.id))
+
+
+def _weight(rollout_id: str, engine_id: str) -> bytes:
+    return hashlib.sha256(f"{rollout_id}|{engine_id}".encode()).digest()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -38,13 +38,22 @@ class EngineAddress:
 
 
 class Locate(Protocol):
-    """Where the engine is now; None while there is none. `fresh` forbids a cached answer."""
+    """Where a rollout's engine is now; None while there is none.
 
-    def __call__(self, *, fresh: bool = False) -> EngineAddress | None: ...
+    `fresh` forbids a cached answer; the URLs in `avoid` were just tried in vain.
+    """
+
+    def __call__(
+        self, rollout_id: str = "", *, fresh: bool = False, avoid: Collection[str] = ()
+    ) -> EngineAddress | None: ...
 
 
 class _Unreachable(Exception):
-    """Nothing of the answer has come yet: the call may be sent again."""
+    """Nothing of the answer has come yet: the call may be sent again, to another replica if there is one."""
+
+    def __init__(self, message: str, url: str = "") -> None:
+        super().__init__(message)
+        self.url = url
 
 
 class VllmEngine:
@@ -65,10 +74,12 @@ class VllmEngine:
         loop = asyncio.get_running_loop()
         end = loop.time() + self._wait_s
         pause, fresh = 0.1, False
+        tried: set[str] = set()
         while True:
             begun = False
+            address = self._locate(context.rollout_id, fresh=fresh, avoid=tried)
             try:
-                async with aclosing(self._attempt(body, fresh=fresh)) as chunks:
+                async with aclosing(self._attempt(body, address)) as chunks:
                     async for chunk in chunks:
                         begun = True
                         yield chunk
@@ -78,8 +89,13 @@ class VllmEngine:
                     raise EngineError(f"the engine was lost in the middle of an answer: {error}") from error
                 if loop.time() + pause > end:
                     raise EngineError(f"no engine within {self._wait_s:.0f} s: {error}") from error
-            await asyncio.sleep(pause)
-            pause, fresh = min(2 * pause, 1.0), True
+                if error.url and error.url not in tried:
+                    tried.add(error.url)
+                else:  # every replica was tried
+                    tried.clear()
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, 1.0)
+            fresh = True
 
     async def update(self, path: str, version: int) -> None:
         address = self._locate(fresh=True)
@@ -104,8 +120,7 @@ class VllmEngine:
             await self._http.close()
             self._http = None
 
-    async def _attempt(self, body: bytes, *, fresh: bool) -> AsyncGenerator[Chunk, None]:
-        address = self._locate(fresh=fresh)
+    async def _attempt(self, body: bytes, address: EngineAddress | None) -> AsyncGenerator[Chunk, None]:
         if address is None:
             raise _Unreachable("none is registered for this model")
         try:
@@ -116,8 +131,10 @@ class VllmEngine:
                 async with aclosing(read_chunks(response.content.iter_any(), address.version)) as chunks:
                     async for chunk in chunks:
                         yield chunk
+        except _Unreachable as error:
+            raise _Unreachable(str(error), address.url) from error
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
-            raise _Unreachable(repr(error)) from error
+            raise _Unreachable(repr(error), address.url) from error
         except aiohttp.ClientError as error:
             raise EngineError(f"the engine at {address.url} broke HTTP: {error!r}") from error
 

@@ -75,11 +75,11 @@ class EngineStore:
         bodies = self._db.read(lambda c: list(c.execute(sa.select(engines.c.body).order_by(engines.c.id)).scalars()))
         return [EngineRecord.model_validate_json(b) for b in bodies]
 
-    def route(self, model: str, run: str, *, exclusive_only: bool = False) -> EngineRecord | None:
-        """The engine that serves `model` to `run`: the run's own exclusive one first, else a shared one.
+    def routes(self, model: str, run: str, *, exclusive_only: bool = False) -> list[EngineRecord]:
+        """The replicas that serve `model` to `run`: the run's own exclusive ones if there are any, else the shared.
 
-        With `exclusive_only` a shared one never stands in for it.
+        With `exclusive_only` a shared one never stands in for them.
         """
-        usable = (run,) if exclusive_only else ("", run)
-        found = [e for e in self.all() if e.model == model and e.exclusive in usable]
-        return max(found, key=lambda e: bool(e.exclusive), default=None)
+        found = [e for e in self.all() if e.model == model]
+        own = [e for e in found if e.exclusive == run]
+        return own if own or exclusive_only else [e for e in found if not e.exclusive]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from proxy_fakes import FakeEngine, Stage, save_codec, staged
 
-from rollout.config import open_home
+from rollout.config import Home, open_home
 from rollout.proxy.attribution import Adapters
 from rollout.proxy.codecs import load_codec
 from rollout.proxy.render import Codec
@@ -40,3 +41,18 @@ def proxy_stage(tmp_path: Path, proxy_folder: Path) -> Staged:
             yield stage
 
     return make
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    where = os.environ.get("OPENFORGE_TEST_HARNESSES")
+    return open_home(where or tmp_path_factory.mktemp("harnesses"), min_free_mb=3000)
+
+
+@pytest.fixture
+def harness_home(tmp_path: Path, installed: Home) -> Home:
+    """A home of its own that shares the installed programs."""
+    home = open_home(tmp_path / "home", min_free_mb=1)
+    installed.harnesses.mkdir(exist_ok=True)
+    home.harnesses.symlink_to(installed.harnesses)
+    return home

@@ -336,7 +336,7 @@ class _Structured:
 async def _structured(stage: Stage) -> AsyncIterator[None]:
     """Puts a proxy with such an engine in the place of the stage's own."""
     async with serving(stage.engine.app()) as engine_url:
-        engine = VllmEngine(lambda *, fresh=False: EngineAddress(engine_url), structured_outputs=True)
+        engine = VllmEngine(lambda *_, **__: EngineAddress(engine_url), structured_outputs=True)
         app = create_proxy(ProxyContext(stage.store, stage.services, _Structured(engine)))
         async with serving(app) as url:
             before, stage.url = stage.url, url

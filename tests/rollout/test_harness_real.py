@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,58 +14,28 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
-from harness_stage import a_task, play
+from harness_stage import BY_SHELL, DIALECTS, SHOWN, SUBMIT, SUBMIT_TEXT, play, ready, through_proxy
 from harness_stub import BASE, Step
-from proxy_fakes import staged
-from rollout_servers import Listening, hosted
 
-from rollout.config import Home, open_home
+from rollout.config import Home
 from rollout.errors import HarnessError, PolicyEnd
 from rollout.harness import ADAPTERS, make_harness, tagger_of
-from rollout.harness.base import Endpoint
-from rollout.harness.install import install
-from rollout.sandbox.base import Command, Completed, SandboxSpec
-from rollout.types import CallTag, Limits, ModelCall
+from rollout.types import CallTag
 
-SHELL = "python3 -I -S /opt/openforge/tool.py helpdesk close_ticket '{\"id\": 7}' > said.json"
 REFUSED = (400, {"error": {"code": "call_cap", "message": "this rollout has had its calls", "type": "invalid_request"}})
 DONE = Step(text="fertig ✓")
-SUBMIT = Step("ok", "bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"})
 BY_MCP = {
     "codex": Step("", "close_ticket", {"id": 7}, "mcp__services"),
     "claude-code": Step("", "mcp__services__close_ticket", {"id": 7}),
     "openclaw": Step("", "services__close_ticket", {"id": 7}),
 }
-BY_SHELL = {
-    "codex": Step("", "exec_command", {"cmd": SHELL}),
-    "claude-code": Step("", "Bash", {"command": SHELL}),
-    "openclaw": Step("", "exec", {"command": SHELL}),
-    "mini-swe-agent": Step("ok", "bash", {"command": SHELL}),
-}
 CASES = [*((name, "mcp") for name in BY_MCP), *((name, "skill") for name in BY_SHELL)]
-DIALECTS = {"codex": "responses", "claude-code": "messages", "openclaw": "chat", "mini-swe-agent": "chat"}
 pytestmark = [pytest.mark.harness, pytest.mark.sandbox, pytest.mark.timeout(900)]
 
 
-@pytest.fixture(scope="session")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Home:
-    where = os.environ.get("OPENFORGE_TEST_HARNESSES")
-    return open_home(where or tmp_path_factory.mktemp("harnesses"), min_free_mb=3000)
-
-
 @pytest.fixture
-def home(tmp_path: Path, installed: Home) -> Home:
-    """A home of its own that shares the installed programs."""
-    home = open_home(tmp_path / "home", min_free_mb=1)
-    installed.harnesses.mkdir(exist_ok=True)
-    home.harnesses.symlink_to(installed.harnesses)
-    return home
-
-
-def ready(home: Home, name: str) -> None:
-    recipe = ADAPTERS[name].recipe
-    assert recipe
-    install(home, recipe)
+def home(harness_home: Home) -> Home:
+    return harness_home
 
 
 def run(home: Home, name: str, steps: list[Any], route: Any = None, look: tuple[str, ...] = ()) -> Any:
@@ -148,13 +117,6 @@ def test_zeroclaw_uses_a_service_and_ends_normally(home: Home) -> None:
 
 # -- against the proxy itself --------------------------------------------------------------------------
 
-SHOWN = {
-    "codex": ("mcp__services__close_ticket", {"id": 7}),
-    "claude-code": ("mcp__services__close_ticket", {"id": 7}),
-    "openclaw": ("services__close_ticket", {"id": 7}),
-    "mini-swe-agent": ("bash", BY_SHELL["mini-swe-agent"].arguments),
-}
-
 
 @pytest.mark.parametrize("name", list(SHOWN))
 def test_a_session_through_the_proxy_closes_the_ticket_and_is_recorded(
@@ -162,7 +124,10 @@ def test_a_session_through_the_proxy_closes_the_ticket_and_is_recorded(
 ) -> None:
     ready(home, name)
     with FileLock(home.harnesses / ".test.lock", timeout=600):
-        completed, state, calls = asyncio.run(session(home, name, proxy_folder))
+        call = json.dumps({"name": SHOWN[name][0], "arguments": SHOWN[name][1]})
+        ends = f"<tool_call>\n{SUBMIT_TEXT}\n</tool_call>" if name == "mini-swe-agent" else "fertig ✓"
+        texts = [f"<tool_call>\n{call}\n</tool_call>", ends]
+        completed, state, calls = asyncio.run(through_proxy(home, name, proxy_folder, texts))
     ADAPTERS[name](home).check(completed, "")
     assert state["services"]["helpdesk"]["tickets"][0]["status"] == "closed"
     assert [(call.dialect, call.delivered, call.malformed, call.failure) for call in calls] == [
@@ -173,29 +138,3 @@ def test_a_session_through_the_proxy_closes_the_ticket_and_is_recorded(
     before = first.prompt_ids + first.completion_ids
     assert second.prompt_ids[: len(before)] == before, "one row: the second call extends the first"
     assert second.fork_reason == ""
-
-
-async def session(home: Home, name: str, folder: Path) -> tuple[Completed, dict[str, Any], list[ModelCall]]:
-    """A tool call and an answer, as the model's own text, by the scripted engine."""
-    task = a_task(services=("helpdesk",))
-    async with staged(home, folder) as stage, hosted(home) as host:
-        limits = Limits(calls=4, tokens=4096, context=100_000)
-        key = stage.add("r1", harness=name, task=task, limits=limits)
-        stage.services.open("r1", {"helpdesk": {"tickets": [{"id": 7}]}})
-        tool, arguments = SHOWN[name]
-        call = json.dumps({"name": tool, "arguments": arguments})
-        last = json.dumps({"name": "bash", "arguments": SUBMIT.arguments})
-        ends = f"<tool_call>\n{last}\n</tool_call>" if name == "mini-swe-agent" else "fertig ✓"
-        stage.engine.queue += [stage.say(f"<tool_call>\n{call}\n</tool_call>"), stage.say(ends)]
-        assert stage.app
-        proxy = Listening(stage.app, home.run / "proxy" / "proxy.sock")
-        await proxy.start()
-        rollout = stage.store.rollouts.get("r1")
-        assert rollout
-        launch = ADAPTERS[name](home).launch(rollout, task, Endpoint("/run/proxy/proxy.sock", "/rollouts/r1", key))
-        assert launch.resources
-        spec = SandboxSpec("r1", launch.resources, launch.mounts, home.run / "proxy", launch.files)
-        async with host.sandbox(spec) as sandbox:
-            completed = await sandbox.run(Command(launch.argv, 150, launch.env))
-        await proxy.stop()
-        return completed, stage.services.final("r1"), list(stage.store.calls.of("r1"))

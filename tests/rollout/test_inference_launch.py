@@ -17,7 +17,7 @@ import pytest
 from filelock import FileLock
 
 from rollout.config import open_home
-from rollout.errors import EngineError
+from rollout.errors import ConfigError, EngineError
 from rollout.inference.launch import (
     EngineOptions,
     engine_name,
@@ -88,7 +88,7 @@ def test_an_engine_is_started_once_and_found_again(store: Store, options: Engine
     assert three.lease_until > two.lease_until
     two = three
     assert list_engines(store) == [two]
-    assert store.engines.route("m", "any") == two
+    assert store.engines.routes("m", "any") == [two]
 
 
 def test_two_starters_at_once_start_one(store: Store, options: EngineOptions) -> None:
@@ -134,8 +134,8 @@ def test_an_exclusive_engine_is_another_one(store: Store, options: EngineOptions
     shared = ensure_engine(store, "m", "/models/m", options=options)
     mine = ensure_engine(store, "m", "/models/m", exclusive="rl-1", options=options)
     assert mine.id != shared.id
-    assert store.engines.route("m", "rl-1") == mine
-    assert store.engines.route("m", "eval") == shared
+    assert store.engines.routes("m", "rl-1") == [mine]
+    assert store.engines.routes("m", "eval") == [shared]
 
 
 def test_an_exclusive_engine_takes_other_weights_while_it_runs(
@@ -161,7 +161,7 @@ def test_a_killed_exclusive_engine_comes_back_on_the_current_weights_alone(
 
     def watch() -> None:
         while not done.wait(0.002):
-            seen.append(store.engines.route("m", "rl-1", exclusive_only=True))
+            seen.extend(store.engines.routes("m", "rl-1", exclusive_only=True) or [None])
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -254,3 +254,36 @@ def test_stopping_twice_is_safe(store: Store, options: EngineOptions) -> None:
 def test_names_are_stable_and_apart() -> None:
     assert engine_name("smollm2") == engine_name("smollm2")
     assert len({engine_name("a/m"), engine_name("b/m"), engine_name("a/m", "x")}) == 3
+
+
+def test_replicas_are_engines_of_their_own(store: Store, options: EngineOptions) -> None:
+    found = [ensure_engine(store, "m", "/models/m", replica=k, options=options) for k in range(2)]
+    assert found[0].pid != found[1].pid
+    assert [e.replica for e in store.engines.routes("m", "any")] == [0, 1]
+    assert ensure_engine(store, "m", "/models/m", replica=1, options=options).pid == found[1].pid
+
+
+def test_an_engine_comes_back_on_the_backend_that_it_was_started_on(
+    store: Store, options: EngineOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter of vLLM's environment is a script here that runs the fake engine."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {tmp_path / "engine.py"} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("OPENFORGE_VLLM_PYTHON", str(python))
+    one = ensure_engine(store, "m", "/models/m", options=EngineOptions(start_s=20, backend="vllm"))
+    assert one.backend == "vllm"
+    psutil.Process(one.pid).kill()
+    two = ensure_engine(store, "m", "/models/m", options=EngineOptions(start_s=20))
+    assert (two.backend, two.pid != one.pid) == ("vllm", True)
+
+
+def test_a_missing_environment_says_how_it_is_made(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENFORGE_VLLM_PYTHON", str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="make vllm-env"):
+        ensure_engine(store, "m", "/models/m", options=EngineOptions(backend="vllm"))
+    monkeypatch.setenv("OPENFORGE_ENGINE", "vlm")
+    with pytest.raises(ConfigError, match="embedded, vllm"):
+        ensure_engine(store, "m", "/models/m")

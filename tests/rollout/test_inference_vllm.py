@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ def with_engine(reply: Reply, check: Callable[[FakeEngine, VllmEngine], Any], wa
     async def main() -> Any:
         fake = FakeEngine(queue=[reply] * 8)
         async with serving(fake.app()) as url:
-            engine = VllmEngine(lambda *, fresh=False: EngineAddress(url, 5, "engine-key"), wait_s=wait_s)
+            engine = VllmEngine(lambda *_, **__: EngineAddress(url, 5, "engine-key"), wait_s=wait_s)
             try:
                 return await check(fake, engine)
             finally:
@@ -125,7 +125,7 @@ def test_a_busy_engine_is_waited_for() -> None:
 def test_an_absent_engine_is_an_error_after_the_wait() -> None:
     async def main() -> None:
         for address in (None, EngineAddress("http://127.0.0.1:9")):
-            engine = VllmEngine(lambda *, fresh=False, found=address: found, wait_s=0.5)
+            engine = VllmEngine(lambda *_, found=address, **__: found, wait_s=0.5)
             with pytest.raises(EngineError, match="no engine within"):
                 await collect(engine)
             await engine.close()
@@ -234,3 +234,45 @@ def test_wrong_choices_are_refused(change: dict[str, Any]) -> None:
     assert read_choice(good, 1) == Chunk((5,), (-1.0,), 1, "stop")
     with pytest.raises(EngineError):
         read_choice({**good, **change}, 1)
+
+
+# -- replicas ------------------------------------------------------------------------------------------
+
+
+def test_a_rollout_keeps_to_its_replica_and_only_its_own_move_when_one_is_gone(tmp_path: Path) -> None:
+    store = open_store(open_home(tmp_path))
+    for k in range(3):
+        register(store, "m", f"http://{k}", id=f"e-{k}", replica=k)
+    route = Route(store, "m", "run")
+    names = [f"r{i}" for i in range(60)]
+
+    def chosen(avoid: frozenset[str] = frozenset()) -> dict[str, str]:
+        return {n: found.url for n in names if (found := route(n, avoid=avoid))}
+
+    first = chosen()
+    assert first == chosen()
+    assert all(10 <= sum(url == f"http://{k}" for url in first.values()) <= 30 for k in range(3))
+    without = chosen(frozenset({"http://1"}))
+    assert {n for n in names if without[n] != first[n]} == {n for n in names if first[n] == "http://1"}
+    assert "http://1" not in without.values()
+    assert len(chosen(frozenset(f"http://{k}" for k in range(3)))) == 60, "all were tried: they are tried again"
+    store.close()
+
+
+def test_a_dead_replica_is_left_for_another_within_the_call() -> None:
+    async def main() -> None:
+        fake = FakeEngine(queue=[Reply((11, 7))] * 3)
+        async with serving(fake.app()) as url:
+            dead, live = EngineAddress("http://127.0.0.1:9"), EngineAddress(url)
+
+            def locate(
+                rollout_id: str = "", *, fresh: bool = False, avoid: Collection[str] = ()
+            ) -> EngineAddress | None:
+                assert rollout_id == CONTEXT.rollout_id
+                return live if dead.url in avoid else dead
+
+            engine = VllmEngine(locate, wait_s=5.0)
+            assert [i for c in await collect(engine) for i in c.ids] == [11, 7]
+            await engine.close()
+
+    asyncio.run(main())

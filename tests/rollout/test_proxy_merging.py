@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from proxy_clients import Talk
 from proxy_fakes import FakeEngine, Reply, Stage, register, save_codec, until
+from wire_rows import rows_from_the_wire
 
 from rollout.proxy.forks import kind_of
 from rollout.proxy.mergeability import by_harness, rows_of, session_report
@@ -27,79 +27,6 @@ MIXED = [CLEAN, CLEAN, TIGHT, CLEAN, THINK + CLEAN, CLEAN, CLEAN, "Done."]
 def scripted(stage: Stage, texts: list[str]) -> None:
     ids = [stage.codec.encode(text.format(n=n) + "<|im_end|>") for n, text in enumerate(texts)]
     stage.engine.queue = [Reply(tuple(row)) for row in ids]
-
-
-# -- the script ------------------------------------------------------------------------------------------
-
-
-def rows_from_the_wire(dialect: str, bodies: list[dict[str, Any]], sampled: list[str]) -> int:
-    """Rows of a session by its request bodies and the texts on the engine's side; uses no code of the proxy."""
-    prompts = [text_of(turns(dialect, body), json.dumps(body["tools"])) for body in bodies]
-    tips: list[str] = []
-    for prompt, said in zip(prompts, sampled, strict=True):
-        fitting = [i for i, tip in enumerate(tips) if prompt.startswith(tip)]
-        whole = f"{prompt}{said}<|im_end|>"
-        if fitting:
-            tips[max(fitting, key=lambda i: len(tips[i]))] = whole
-        else:
-            tips.append(whole)
-    return len(tips)
-
-
-def turns(dialect: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """[{role, text, think, calls}] of a request; an answer's items are put together again."""
-    out: list[dict[str, Any]] = []
-
-    def answer() -> dict[str, Any]:
-        if not out or out[-1]["role"] != "assistant":
-            out.append({"role": "assistant", "text": "", "think": "", "calls": []})
-        return out[-1]
-
-    for row in body.get("messages") or body["input"]:
-        if dialect == "messages" and isinstance(row["content"], list):
-            for block in row["content"]:
-                if block["type"] == "text":
-                    answer()["text"] += block["text"]
-                elif block["type"] == "thinking":
-                    answer()["think"] += block["thinking"]
-                elif block["type"] == "tool_use":
-                    answer()["calls"].append((block["name"], block["input"]))
-                else:
-                    out.append({"role": "tool", "text": block["content"]})
-        elif row.get("type") == "reasoning":
-            answer()["think"] += row["content"][0]["text"]
-        elif row.get("type") == "function_call":
-            answer()["calls"].append((row["name"], json.loads(row["arguments"])))
-        elif row.get("type") == "function_call_output":
-            out.append({"role": "tool", "text": row["output"]})
-        elif row["role"] == "assistant":
-            content = row["content"]
-            answer()["text"] += content[0]["text"] if isinstance(content, list) else content or ""
-            answer()["think"] += row.get("reasoning_content", "")
-            for call in row.get("tool_calls") or ():
-                answer()["calls"].append((call["function"]["name"], json.loads(call["function"]["arguments"])))
-        else:
-            out.append({"role": row["role"], "text": row["content"]})
-    return out
-
-
-def text_of(rows: list[dict[str, Any]], tools: str) -> str:
-    """Qwen3's chat template without thinking, as far as these sessions need it."""
-    asked = max(i for i, row in enumerate(rows) if row["role"] == "user")
-    out = f"[{tools}]"
-    for i, row in enumerate(rows):
-        if row["role"] == "assistant":
-            think = row["think"] if i > asked else ""
-            calls = [
-                f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(given)}}}\n</tool_call>'
-                for name, given in row["calls"]
-            ]
-            said = "\n".join([*([row["text"]] if row["text"] else []), *calls])
-            out += f"<|im_start|>assistant\n<think>\n{think}\n</think>\n\n{said}<|im_end|>\n"
-        else:
-            text = f"<tool_response>\n{row['text']}\n</tool_response>" if row["role"] == "tool" else row["text"]
-            out += f"<|im_start|>{row['role']}\n{text}<|im_end|>\n"
-    return out + "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 # -- sessions --------------------------------------------------------------------------------------------

@@ -205,10 +205,10 @@ def test_engine_routing_keeps_training_weights_apart(store: Store) -> None:
     common = {"model": "m", "path": "/m", "url": "u", "pid": 1, "process_started": 0.0}
     store.engines.put(EngineRecord(id="shared", **common))
     store.engines.put(EngineRecord(id="mine", exclusive="rl-1", **common))
-    found = [store.engines.route("m", run) for run in ("rl-1", "eval-1")]
-    assert [e.id for e in found if e] == ["mine", "shared"]
+    found = [store.engines.routes("m", run) for run in ("rl-1", "eval-1")]
+    assert [[e.id for e in some] for some in found] == [["mine"], ["shared"]]
     store.engines.remove("shared")
-    assert store.engines.route("m", "eval-1") is None
+    assert store.engines.routes("m", "eval-1") == []
 
 
 def test_records_are_replaced(store: Store) -> None:
