@@ -40,6 +40,8 @@ from rollout.services.host import ServiceHost
 from rollout.store import open_store
 
 log = logging.getLogger(__name__)
+SOCKET_PATH_MAX = 107
+"""Bytes of a unix socket's path (sun_path of Linux, its end mark aside)."""
 CONCURRENCY = 32
 CONCURRENCY_VARIABLE = "OPENFORGE_CONCURRENCY"
 CONCURRENCY_MAX = 4096
@@ -59,6 +61,11 @@ class _Server(uvicorn.Server):
 
 
 def _listener(path: Path) -> socket.socket:
+    if len(os.fsencode(path)) > SOCKET_PATH_MAX:
+        raise ConfigError(
+            f"{path} is longer than a unix socket's path may be ({SOCKET_PATH_MAX} bytes); "
+            "set OPENFORGE_HOME to a shorter path"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

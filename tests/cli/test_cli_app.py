@@ -134,6 +134,10 @@ def test_what_cannot_be_used_is_said(tmp_path: Path, arguments: tuple[str, ...],
     assert says in refused(openforge(tmp_path, *arguments))
 
 
+def test_a_home_that_is_too_deep_for_sockets_is_refused(tmp_path: Path) -> None:
+    assert "shorter path" in refused(openforge(tmp_path / ("deep" * 30), "serve"))
+
+
 def test_a_damaged_store_is_named(tmp_path: Path) -> None:
     assert openforge(tmp_path, "rollouts", "list").returncode == 0
     for file in tmp_path.glob("rollouts.db*"):
